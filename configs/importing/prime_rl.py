@@ -213,7 +213,10 @@ def _loss(t: Translation) -> None:
 
 
 def _environment(t: Translation) -> None:
-    """The environment of verifiers that plays, through the gateway and in a Python of its own (docs/how-to)."""
+    """The environment of verifiers, which plays through the gateway in a Python of its own.
+
+    docs/how-to/environments.md describes it.
+    """
     keys = ("orchestrator.train.source", "orchestrator.train.env", "orchestrator.env")
     sources = next((found for key in keys if (found := _list(t, key))), [])
     if any(key.startswith("model.vlm.") for key in t.given):

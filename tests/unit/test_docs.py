@@ -23,6 +23,9 @@ PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(map(re.escape, sorted(FOLDERS)))})
 MODULE = re.compile(r"python -m ((?:rl_async|benchmarks|tests)[\w.]*)")
 IMPORT = re.compile(r"from rl_async[\w.]* import ")
 KEY = re.compile(r"^([a-z_]+(?:\.[a-z_0-9]+)+)(?:=.*)?$")
+# The folders of the package, whose help texts and messages lead to pages.
+SOURCES = sorted(file for link in (ROOT / "rl_async").iterdir() if link.is_dir() for file in link.rglob("*.py"))
+NAMED = re.compile(r"docs/(?!site/|images/)([\w/.-]*[\w/])(?:#([\w-]+))?")
 SUFFIXES = (".md", ".sqlite", ".py", ".yaml", ".json", ".jsonl", ".txt")
 
 
@@ -72,6 +75,16 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         assert target.exists(), file
         if heading:
             assert heading in headings(target), f"{file}#{heading}"
+
+
+@pytest.mark.parametrize("folder", sorted({file.relative_to(ROOT).parts[1] for file in SOURCES}))
+def test_every_page_that_the_code_names_exists(folder: str) -> None:
+    """Help texts, messages and comments name pages as docs/FOLDER/PAGE.md, and headings of them."""
+    for file in (file for file in SOURCES if file.relative_to(ROOT).parts[1] == folder):
+        for path, heading in NAMED.findall(file.read_text()):
+            page = ROOT / "docs" / path
+            assert page.is_file() and page.suffix == ".md", f"{file.relative_to(ROOT)}: docs/{path}"
+            assert not heading or heading in headings(page), f"{file.relative_to(ROOT)}: docs/{path}#{heading}"
 
 
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
