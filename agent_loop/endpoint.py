@@ -145,7 +145,6 @@ class MessageLines:
         return True
 
     def encode(self, text: str) -> list[int]:
-        """Encode text as its bytes."""
         return list(text.encode())
 
     def turn_text(self, token_ids: Sequence[int]) -> str:

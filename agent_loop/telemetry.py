@@ -182,7 +182,6 @@ class ChatSpan:
 
 
 def of_tool(trace: str, name: str, call_id: str) -> AbstractContextManager[dict[str, Value]]:
-    """Span one call of a tool."""
     if not trace:
         return _Timed("execute_tool", None, name)
     about: dict[str, Value] = {

@@ -237,7 +237,6 @@ class OpenMembers(Generic[C]):
             self.members.append(member)
 
     def remove(self, member: PoolMember[C]) -> None:
-        """Remove the engine if it is a member."""
         at = self._at.pop(member, None)
         if at is None:
             return

@@ -94,7 +94,6 @@ class ShardedByRank:
         return self._shards if self._shards is not None else ()
 
     def keep(self, *, stays: bool) -> None:
-        """Copy this rank's shards."""
         self._outlet.keep(stays=stays)
 
 

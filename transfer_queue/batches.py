@@ -363,7 +363,6 @@ class Batches:
             self._book.move(group, State.RESERVED)
 
     def batch_committed(self, event: t.BatchCommitted) -> None:
-        """Apply `BatchCommitted`: the groups of the step are COMMITTED."""
         batch = self._batches[event.step]
         batch.committed = True
         for group_id in batch.groups:
@@ -392,7 +391,6 @@ class Batches:
         self._retired = event.step
 
     def bound_tightened(self, event: t.Tightened) -> None:
-        """Apply `Tightened`: admit groups for this bound."""
         self._book.max_staleness = event.max_staleness
 
     def rolled_back(self, event: t.RolledBack) -> None:
@@ -448,7 +446,6 @@ class Batches:
         return BatchesState(batches=batches, next_step=next_step, retired=self._retired, resumed=self._resumed)
 
     def load(self, state: BatchesState) -> None:
-        """Restore a dumped state; only a new store can."""
         self._batches = state.batches
         self._book.next_step, self._retired, self._resumed = state.next_step, state.retired, state.resumed
 
@@ -524,15 +521,12 @@ class EvalRounds:
     # --- effects ----------------------------------------------------------------------------------------------------
 
     def opened(self, event: t.EvalOpened) -> None:
-        """Apply `EvalOpened`: the groups just admitted form an evaluation."""
         self._evals[event.eval_id] = EvalRound(event.groups)
 
     def answered(self, event: t.EvalAnswered) -> None:
-        """Apply `EvalAnswered`: the evaluation may be forgotten when the next begins."""
         self._evals[event.eval_id].answered = True
 
     def closed(self, event: t.EvalClosed) -> None:
-        """Apply `EvalClosed`: forget the evaluation and its groups."""
         del self._evals[event.eval_id]
         for group_id in event.groups:
             if group_id in self._book.groups:
@@ -545,5 +539,4 @@ class EvalRounds:
         return {eval_id: self._evals[eval_id] for eval_id in sorted(self._evals)}
 
     def load(self, evals: dict[int, EvalRound]) -> None:
-        """Restore a dumped state; only a new store can."""
         self._evals = evals

@@ -188,7 +188,6 @@ class Leases:
         self._since = OrderedDict.fromkeys(self._since, now)
 
     def end(self, worker: str, group: int, sample: int) -> None:
-        """End the lease of one sample."""
         held = self._held.get(worker)
         samples = None if held is None else held.get(group)
         if samples is not None:

@@ -184,12 +184,10 @@ class Tasks:
     # --- effects ----------------------------------------------------------------------------------------------------
 
     def submitted(self, event: t.Submitted) -> None:
-        """Apply `Submitted`: queue the tasks before those of the source."""
         self._book.submitted.extend(event.tasks)
         self._remember(event.request)
 
     def requeued(self, event: t.Requeued) -> None:
-        """Apply `Requeued`: queue the task of a dead letter first."""
         book = self._book
         book.submitted.appendleft(book.dead_letters.pop(event.group).task)
         book.counters["requeued"] += 1
@@ -203,7 +201,6 @@ class Tasks:
                 submissions.popitem(last=False)
 
     def drained(self, event: t.Drained) -> None:
-        """Apply `Drained`: admission stops, or resumes."""
         self._book.draining = event.on
 
 
@@ -510,7 +507,6 @@ class Delivery:
     # --- effects ----------------------------------------------------------------------------------------------------
 
     def admitted(self, event: t.Admitted) -> None:
-        """Apply `Admitted`: add a WAITING group."""
         book = self._book
         if event.partition == TRAIN:
             book.next_group, book.cursor = event.group + 1, event.cursor
@@ -534,7 +530,6 @@ class Delivery:
         self.grants.give(event.request, event.worker, lent)
 
     def lease_lost(self, event: t.LeaseLost) -> None:
-        """Apply `LeaseLost`: the samples wait again."""
         group = self._book.groups[event.group]
         for index in event.samples:
             self._book.leases.end(event.worker, event.group, index)
@@ -543,7 +538,6 @@ class Delivery:
         self._book.settle(group)
 
     def samples_stored(self, event: t.SamplesStored) -> None:
-        """Apply `SamplesStored`: record the headers of finished samples."""
         book = self._book
         groups: dict[int, Group] = {}
         for headers in event.samples:
@@ -579,7 +573,6 @@ class Delivery:
         return sample
 
     def signal_waived(self, event: t.SignalWaived) -> None:
-        """Apply `SignalWaived`: count a group accepted without signal."""
         self._book.counters["accepted_without_signal"] += 1
 
     def group_dropped(self, event: t.GroupDropped) -> None:

@@ -212,16 +212,13 @@ class Consumers:
     # --- effects ----------------------------------------------------------------------------------------------------
 
     def subscribed(self, event: t.Subscribed) -> None:
-        """Apply `Subscribed`: add a cursor."""
         self._cursors[event.consumer] = Cursor(event.position)
 
     def acknowledged(self, event: t.Acknowledged) -> None:
-        """Apply `Acknowledged`: move a cursor forward."""
         self._cursors[event.consumer].position = event.position
         self._forget(event.freed)
 
     def unsubscribed(self, event: t.Unsubscribed) -> None:
-        """Apply `Unsubscribed`: remove a cursor."""
         del self._cursors[event.consumer]
         self._forget(event.freed)
 
@@ -304,7 +301,6 @@ class Consumers:
         )
 
     def load(self, state: ConsumersState) -> None:
-        """Restore a dumped state; only a new store can."""
         self._end, self.logged, self._cursors = state.end, state.logged, state.cursors
         first = state.end - len(state.log) + 1
         self._log = dict(enumerate(state.log, first))
@@ -397,17 +393,14 @@ class Engines:
         self._change(t.EnginesChanged(revision=self.revision + 1, engines=[*records]))
 
     def changed(self, event: t.EnginesChanged) -> None:
-        """Apply `EnginesChanged`: replace the registry."""
         self.revision, self._list = event.revision, None
         self._engines = {engine.engine_id: engine for engine in event.engines}
 
     def engine_changed(self, event: t.EngineChanged) -> None:
-        """Apply `EngineChanged`: add the engine, or replace its record."""
         self.revision, self._list = event.revision, None
         self._engines[event.engine.engine_id] = event.engine
 
     def engine_removed(self, event: t.EngineRemoved) -> None:
-        """Apply `EngineRemoved`: forget the engine."""
         self.revision, self._list = event.revision, None
         self._engines.pop(event.engine_id, None)
 
@@ -555,7 +548,6 @@ class Shards:
     # --- effects ----------------------------------------------------------------------------------------------------
 
     def changed(self, event: t.ShardsChanged) -> None:
-        """Apply `ShardsChanged`: replace the registry."""
         self.revision = event.revision
         self._shards = {shard.shard_id: shard for shard in event.shards}
 
@@ -584,5 +576,4 @@ class Shards:
         return ShardsState(revision=self.revision, shards=list(self._shards.values()))
 
     def load(self, state: ShardsState) -> None:
-        """Restore a dumped state; only a new store can."""
         self.changed(t.ShardsChanged(revision=state.revision, shards=state.shards))

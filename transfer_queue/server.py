@@ -322,7 +322,6 @@ class Parking:
         return due
 
     def holds(self, verb: Verb, request_id: bytes) -> bool:
-        """Whether the request is parked."""
         return request_id in self._parked[verb]
 
     def forget(self, identity: bytes) -> None:

@@ -50,7 +50,6 @@ class TokenCache:
         self._lock = threading.Lock()
 
     def get(self, key: bytes) -> tuple[int, ...] | None:
-        """Return the tokens under ``key``, or None."""
         with self._lock:
             if (found := self._known.get(key)) is not None:
                 self._known.move_to_end(key)

@@ -339,7 +339,6 @@ class Harbor:
             raise EnvironmentFailed(f"harbor: {self._folder}: its files cannot be placed: {error}") from error
 
     def tools(self) -> Sequence[CallableTool]:
-        """Return `bash` and `python`."""
         assert self._opened is not None
         return CodeTools(self._opened, self._config).bind([BASH, PYTHON])
 
@@ -377,11 +376,9 @@ class _Opened:
         return self
 
     async def close(self) -> None:
-        """Close the workspace."""
         await self._workspace.close()
 
     async def run(self, language: Language, code: str, *, seconds: float | None = None) -> Result:
-        """Run a program of the model."""
         return await self._start([_COMMANDS[language], "-c", code], self._task.env, seconds)
 
     async def place(self, files: Sequence[Placed], program: str) -> None:

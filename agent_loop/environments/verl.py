@@ -120,7 +120,6 @@ class VerlTool:
         return ToolResult(text)
 
     async def reward(self) -> float:
-        """Return the tool's reward for the episode."""
         return float(await self._tool.calc_reward(self._id, **self._kwargs.get("calc_reward_kwargs", {})))
 
     async def release(self) -> None:
