@@ -220,9 +220,22 @@ def create(config: RunConfig, folder: Path) -> None:
 
     Both are durable, since no checkpoint can be resumed without its config.
     """
-    make_durable_folder(folder, 0o700)
-    (folder / "logs").mkdir(exist_ok=True)
-    replace_file(folder / "config.yaml", dump(config).encode(), durable=True)
+    with removed_on_failure(folder):
+        make_durable_folder(folder, 0o700)
+        (folder / "logs").mkdir(exist_ok=True)
+        replace_file(folder / "config.yaml", dump(config).encode(), durable=True)
+
+
+@contextmanager
+def removed_on_failure(folder: Path) -> Iterator[None]:
+    """Remove a folder that the block makes if it cannot fill it, so that the same command can be given again."""
+    new = not folder.exists()
+    try:
+        yield
+    except (OSError, UserError):
+        if new and folder.exists():
+            shutil.rmtree(folder)
+        raise
 
 
 def note_sources(folder: Path, fetched: Fetched) -> None:

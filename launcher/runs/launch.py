@@ -41,7 +41,16 @@ from rl_async.launcher.plan.memory import STAGES, model_size
 from rl_async.launcher.plan.outputs import checkpoint_bytes
 from rl_async.launcher.plan.planning import Plan, assign_ports, endpoints
 from rl_async.launcher.plan.tool_schemas import write_tool_schemas
-from rl_async.launcher.run_folder import begun, clear_unused, create, hold, hold_unnamed, note_sources, saved
+from rl_async.launcher.run_folder import (
+    begun,
+    clear_unused,
+    create,
+    hold,
+    hold_unnamed,
+    note_sources,
+    removed_on_failure,
+    saved,
+)
 from rl_async.launcher.runs.rehearsal import Findings, check_printed
 from rl_async.launcher.sources import Fetched
 from rl_async.launcher.supervisor import Interrupted, Supervisor
@@ -236,11 +245,12 @@ def make_ready(config: RunConfig, folder: Path, *, resume: bool = False) -> tupl
 
 
 def _make_folder(config: RunConfig, folder: Path, planned: Plan) -> None:
-    create(config, folder)
-    write_budget(folder, planned.memory)
-    write_tool_schemas(config, folder)
-    make_tokens(folder / "keys")
-    provide_keys(config, folder)
+    with removed_on_failure(folder):
+        create(config, folder)
+        write_budget(folder, planned.memory)
+        write_tool_schemas(config, folder)
+        make_tokens(folder / "keys")
+        provide_keys(config, folder)
 
 
 def check_reachable(address: str) -> None:

@@ -63,7 +63,9 @@ def make_tokens(folder: Path) -> list[Path]:
                 file.write(secrets.token_urlsafe(32) + "\n")
         return missing
     except OSError as error:
-        raise UserError(f"cannot write tokens into {folder}: {error.strerror}") from error
+        raise UserError(
+            f"cannot write tokens into {folder}: {error.strerror}; see that there is room and that it can be written"
+        ) from error
 
 
 def read_token(path: Path) -> str:

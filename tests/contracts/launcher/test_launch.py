@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,24 @@ def test_getting_ready_makes_the_run_folder(tmp_path: Path, monkeypatch: pytest.
     assert ports.keys() == {wish.name for wish in planned.ports}
     assert (tmp_path / "runs" / "fake" / "config.yaml").is_file()
     assert (tmp_path / "runs" / "fake" / "logs").is_dir()
+
+
+def test_a_folder_that_cannot_be_filled_is_removed_so_that_the_command_can_be_given_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: Any
+) -> None:
+    """A limit on the size of files stands for a disk that is full."""
+    monkeypatch.chdir(tmp_path)
+    run, before = tmp_path / "runs" / "fake", resource.getrlimit(resource.RLIMIT_FSIZE)
+    for began in (False, True):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40, before[1]))
+        try:
+            with pytest.raises((OSError, UserError)):
+                make_ready(config, run)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert run.exists() == began
+        make_ready(config, run)
+        assert (run / "config.yaml").is_file()
 
 
 HOLDER = """
