@@ -355,7 +355,7 @@ def to_task(row: dict[str, Any], place: str, task_id: str) -> Task:
 
 # Names that data sets give to the question and to the answer.
 _QUESTIONS = ("question", "problem", "instruction", "query", "input", "text")
-_ANSWERS = ("answer", "solution", "ground_truth", "target", "output", "response", "label")
+_ANSWERS = ("ground_truth", "answer", "final_answer", "solution", "target", "label", "output", "response")
 
 
 def _fitting(row: dict[str, Any]) -> str:
@@ -363,8 +363,8 @@ def _fitting(row: dict[str, Any]) -> str:
     question, answer = (next((name for name in known if name in row), "COLUMN") for known in (_QUESTIONS, _ANSWERS))
     prompt = "" if "prompt" in row else f"prompt: '{{{question}}}', "
     return (
-        f"; the row has {', '.join(sorted(row)) or 'no columns'}; name those to use, as in data.path=[{{path: FILE, "
-        f"{prompt}ground_truth: '{{{answer}}}'}}]"
+        f'; the row has {", ".join(sorted(row)) or "no columns"}; name those to use, as in "data.path=[{{path: FILE, '
+        f"{prompt}ground_truth: '{{{answer}}}'}}]\""
     )
 
 

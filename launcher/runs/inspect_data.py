@@ -11,7 +11,6 @@ import msgspec
 from rl_async.configs.derived import eval_parts, label_of, parts
 from rl_async.configs.schema.data import DataSource
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import DataError
 from rl_async.launcher.plan.tool_schemas import schemas_of
 from rl_async.launcher.sources import data_files
 from rl_async.messages import Task
@@ -22,9 +21,6 @@ from rl_async.transfer_queue.dataset import Rows, open_rows, templated, to_task
 GENERATED = 1000
 EXAMPLES = 2
 SHOWN = 60
-# Columns that often hold a question and its answer, the likeliest first.
-QUESTIONS = ("prompt", "question", "problem", "instruction", "query", "input", "text")
-ANSWERS = ("ground_truth", "answer", "final_answer", "solution", "target", "label", "output", "response")
 # What commands read other rows than tasks, by the columns that they need.
 OTHERS = {
     ("messages",): "conversations, for `rl-async sft`",
@@ -56,7 +52,7 @@ def inspect(part: DataSource, config: RunConfig | None = None) -> Iterator[str]:
     if kinds and not (part.prompt or "prompt" in columns):
         yield f"rows are {kinds[0]}"
         return
-    tasks = list(_tasks(rows, part, count, columns))
+    tasks = list(_tasks(rows, part, count))
     yield from _described(tasks)
     if config is not None:
         yield from _rendered(tasks, part.path, config)
@@ -115,26 +111,11 @@ def _columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, _Column]:
     return found
 
 
-def _tasks(rows: Rows, part: DataSource, count: int, columns: Mapping[str, _Column]) -> Iterator[Task]:
+def _tasks(rows: Rows, part: DataSource, count: int) -> Iterator[Task]:
     label = label_of(part.path)
     for number, row in enumerate(islice(rows, count)):
         place = f"{part.path}, row {number}"
-        try:
-            yield to_task(templated(row, part, place), place, f"{label}:{number}")
-        except DataError as error:
-            # Templates help rows without verl's columns, not a single bad one.
-            hint = "" if number or part.prompt or part.ground_truth else fitting(part.path, columns)
-            raise DataError(f"{error}{hint}") from error
-
-
-def fitting(path: str, columns: Mapping[str, object]) -> str:
-    """Return the templates that might make tasks of rows with these columns, to follow an error."""
-    question = next((name for name in QUESTIONS if name in columns), None)
-    answer = next((name for name in ANSWERS if name in columns), None)
-    prompt = "" if question == "prompt" else f", prompt: '{{{question or 'COLUMN'}}}'"
-    templates = f"data.path=[{{path: {path}{prompt}, ground_truth: '{{{answer or 'COLUMN'}}}'}}]"
-    fit = "might fit" if question and answer else "fit once they name columns that you have"
-    return f'; these templates {fit}: "{templates}"'
+        yield to_task(templated(row, part, place), place, f"{label}:{number}")
 
 
 def _described(tasks: Sequence[Task]) -> Iterator[str]:

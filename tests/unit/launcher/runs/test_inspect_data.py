@@ -28,6 +28,7 @@ def test_the_suggested_templates_make_tasks_of_the_rows(questions: Path, capsys:
     code, out, error = run(capsys, questions)
     assert code == EXIT_USER and "level" in out and "row 0" in error
     (given,) = (word for word in shlex.split(error.replace("error: ", "")) if word.startswith("data.path="))
+    given = given.replace("FILE", str(questions))
     code, out, _ = run(capsys, "--config", model_config(questions.parent), given)
     assert code == 0 and 'user: a "quoted" one\nover lines\nground_truth: 007' in out
 
