@@ -243,7 +243,7 @@ def test_a_gguf_file_is_converted_again_by_another_version(tmp_path: Path, cache
     file = tmp_path / "tiny.gguf"
     file.write_bytes(b"GGUF")
     here = sources.folder_of(file)
-    metadata = tmp_path / "other" / f"{package}-0.0.1.dist-info" / "METADATA"
+    metadata = tmp_path / "other" / f"{package.replace('-', '_')}-0.0.1.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
     metadata.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.0.1\n")
 
