@@ -160,6 +160,8 @@ class FleetMember:
     control: EngineControl
     # Times are in monotonic seconds.
     paused_at: float | None = None
+    # It was told to resume, and has not answered: an interrupted request may still take effect.
+    resuming: bool = False
     # Tags that are still to be woken. If None, an earlier trainer may have put the engine to sleep.
     asleep: set[str] | None = None
     # Length of the latest pause.
@@ -372,7 +374,7 @@ async def drain(member: FleetMember, timeout_s: float) -> None:
     # A wave that failed may have paused it together with its requests, so a paused member is paused again.
     if not member.asleep:
         await call(member, "pause", member.control.pause("abort"), timeout_s)
-        member.paused_at = member.paused_at or time.monotonic()
+        member.paused_at, member.resuming = member.paused_at or time.monotonic(), False
 
 
 async def suspend(member: FleetMember, timeout_s: float) -> None:
@@ -394,9 +396,9 @@ async def _stop(member: FleetMember, timeout_s: float) -> None:
 
 
 async def _pause(member: FleetMember, timeout_s: float) -> None:
-    if member.paused_at is None:
+    if member.paused_at is None or member.resuming:
         await call(member, "pause", member.control.pause("keep"), timeout_s)
-        member.paused_at = time.monotonic()
+        member.paused_at, member.resuming = member.paused_at or time.monotonic(), False
 
 
 async def _asleep(member: FleetMember, timeout_s: float) -> set[str]:
@@ -445,7 +447,9 @@ async def _commit(member: FleetMember, version: Version, timeout_s: float) -> No
         raise EngineFailed(member.engine_id, "verify", f"it serves {served}, not {version}", lost=False)
     member.held, member.behind_since = version, None
     await _wake(member, "kv_cache", timeout_s)
+    member.resuming = True
     await call(member, "resume", member.control.resume(), timeout_s)
+    member.resuming = False
     if member.paused_at is not None:
         member.pause_seconds = time.monotonic() - member.paused_at
         member.paused_at = None

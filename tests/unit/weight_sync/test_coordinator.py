@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rl_async.configs.schema.trainer import WeightSyncConfig
-from rl_async.errors import EngineError, EngineLost, QueueLost, TrainerReplaced, WeightSyncError
+from rl_async.errors import EngineError, EngineLost, EngineRejected, QueueLost, TrainerReplaced, WeightSyncError
 from rl_async.messages import EngineList, EngineRecord, Version
 from rl_async.weight_sync import coordinator as coordinator_module
 from rl_async.weight_sync import coordinator as fleet_module
@@ -347,6 +347,42 @@ async def test_one_slow_engine_of_eight_is_waited_for_once_and_then_catches_up_b
         await seconds(fleet, Version(0, step))
         await eventually(lambda step=step: directory.records["engine-5"].version == Version(0, step))
     assert directory.published == (Version(0, 3), list(engines)), "it is as fast as the others again"
+    catching_up.cancel()
+
+
+class AnswersLate(Engine):
+    """Refuses an update unless it is paused, and resumes long before it answers that it did, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paused, self.resumes = False, 0
+
+    async def pause(self, mode: Literal["keep", "wait", "abort"] = "keep") -> None:
+        await super().pause(mode)
+        self.paused = True
+
+    async def start_update(self, staged: bool = False) -> None:
+        if not self.paused:
+            raise EngineRejected("pause the engine before an update")
+        await super().start_update(staged)
+
+    async def resume(self) -> None:
+        await super().resume()
+        self.paused, self.resumes = False, self.resumes + 1
+        if self.resumes == 1:
+            await asyncio.Event().wait()
+
+
+async def test_an_engine_whose_catching_up_was_interrupted_after_it_resumed_is_paused_again() -> None:
+    late, directory = AnswersLate(), Directory(a=Engine())
+    fleet = make_fleet(directory)
+    catching_up = asyncio.create_task(fleet.keep_caught_up())
+    await fleet.publish(V0, buckets())
+    directory.add("late", late)
+    await eventually(lambda: late.resumes)
+    report = await fleet.publish(V1, buckets(2.0))
+    assert (sorted(report.engines), report.failures, directory.removed) == (["a", "late"], [], {})
+    assert late.weights == {"a": 8.0, "b": 8.0} and not late.paused
     catching_up.cancel()
 
 
