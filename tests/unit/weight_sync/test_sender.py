@@ -125,6 +125,8 @@ def test_workers_get_their_boxes_in_place_and_nothing_else(layout: str, bucket_b
                         expected[part] = named[name][part]
                     assert torch.equal(torch.nan_to_num(tensor, nan=7.0), torch.nan_to_num(expected, nan=7.0))
             of_sources = [[info.sources or [info] for info in of_one] for of_one in infos]
+            told_versions = {each.version for of_one in of_sources for of_round in of_one for each in of_round}
+            assert told_versions == {"" if hold == "no" else str(version)}
             sizes = [[[wire_bytes(source) for source in of_round] for of_round in of_one] for of_one in of_sources]
             told = [[[source.next_bytes for source in of_round] for of_round in of_one] for of_one in of_sources]
             for of_one, announced in zip(sizes, told, strict=True):

@@ -11,7 +11,7 @@ from rl_async.errors import EngineError, WeightSyncError
 from rl_async.messages import EngineRecord, Version
 from rl_async.weight_sync.buckets import Bucket
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
-from rl_async.weight_sync.wave import BucketShipment, FleetMember, RequestTimes, slow_ones, transfer
+from rl_async.weight_sync.wave import BucketShipment, FleetMember, RequestTimes, connect, slow_ones, transfer
 from tests.support.weights import make_buckets
 
 V1 = Version(0, 1)
@@ -166,3 +166,10 @@ def test_an_unanswered_request_never_makes_an_engine_seem_quicker() -> None:
     times.begin()
     times.took(9.0, answered=False)
     assert times.request_s > usual
+
+
+async def test_joining_a_group_makes_no_engine_slow_since_it_waits_for_the_others() -> None:
+    sender = Sender()
+    joining = member(Engine(sender, {}))
+    outcome = await connect([joining], sender, DEADLINE_S)
+    assert outcome.clean and joining.times.requests == 0
