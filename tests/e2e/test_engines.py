@@ -185,3 +185,33 @@ def test_no_sample_is_lost_with_an_engine_that_dies_while_devices_change_hands(
     assert rows[0]["correction/logprob_diff_max"] <= APART, "engines and trainer disagree about the same weights"
     text = b"".join(gzip.decompress(file.read_bytes()) for file in (folder / "trajectories").glob("step-*"))
     assert b'"lent-0"' in text and b'"engine-0"' in text
+
+
+HALT_S, PERIOD_S = 0.9, 1.0
+
+
+def test_a_run_goes_on_without_an_engine_that_stands_still_most_of_the_time(workplace: Path) -> None:
+    folder, words = workplace / "runs" / "halting", [*SMALL, "rollout.engines=2", "trainer.steps=60", "eval.every=0"]
+    run = command.start(workplace, "launch", "--config", "calculator", "--name", "halting", *words)
+    try:
+        lent_engine_until(run, lambda: len(metrics(folder)) >= 10, "ten steps")
+        roster = json.loads((folder / "processes.json").read_text())
+        halting = psutil.Process(next(process["pid"] for process in roster if process["name"] == "engine-1"))
+        began, deadline = len(metrics(folder)), time.monotonic() + 150
+        while (ended := len(metrics(folder))) < began + 30:
+            assert run.poll() is None and time.monotonic() < deadline
+            halting.suspend()
+            time.sleep(HALT_S)
+            halting.resume()
+            time.sleep(PERIOD_S - HALT_S)
+        output = "".join(part or "" for part in run.communicate(timeout=200))
+    finally:
+        run.kill()
+    assert run.returncode == 0, output[-4000:]
+
+    assert "ok: every admitted group" in succeed(workplace, "audit", "runs/halting")
+    rows = metrics(folder)
+    without = [row["sync/engines"] == 1 for row in rows[began:ended]]
+    assert sum(without) > len(without) / 2, "most publications do not wait for it"
+    assert rows[-1]["sync/engines"] == 2, "it is waited for again once it is as quick as the other"
+    assert [process["restarts"] for process in json.loads((folder / "processes.json").read_text())] == [0] * len(roster)
