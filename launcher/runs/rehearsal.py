@@ -182,11 +182,13 @@ def _demonstrations(config: RunConfig) -> Iterator[tuple[str, str]]:
     from rl_async.agent_loop.training_data import read_chats
 
     try:
-        tiny = makes.pretrained is None
-        found = read_demos(makes.demos_path) if tiny else [*read_chats(DataSource(path=makes.demos_path))]
+        if makes.pretrained is None:
+            count = len(read_demos(makes.demos_path))
+        else:
+            count = sum(1 for _ in read_chats(DataSource(path=makes.demos_path)))
     except DataError as error:
         raise DataError(f"warm_start.demos_path: {error}") from error
-    yield "warm start", f"{len(found):,} demonstrations, all readable"
+    yield "warm start", f"{count:,} demonstrations, all readable"
 
 
 async def _try_rewards(config: RunConfig, task: Task, whole: bool, findings: Findings) -> None:
