@@ -80,9 +80,7 @@ def _by(label: str, name: str, text: str, values: Mapping[str, float]) -> Metric
 
 
 @contextlib.contextmanager
-def serve_metrics(
-    port: int, address: str, token: str, keys: ClientKeys | None = None, *, answer_s: float = ANSWER_S
-) -> Iterator[None]:
+def serve_metrics(port: int, address: str, token: str, *, answer_s: float = ANSWER_S) -> Iterator[None]:
     """Answer scrapes of the queue at ``address`` on this machine's ``port``, unless it is 0, while the block runs.
 
     A scrape must carry ``token``. Raises UserError if the port cannot be had.
@@ -90,7 +88,7 @@ def serve_metrics(
     if port == 0:
         yield
         return
-    text = metrics_text(QueueCollector(address, keys, answer_s))
+    text = metrics_text(QueueCollector(address, None, answer_s))
     with answering(port, "--metrics-port", token, text):
         yield
 

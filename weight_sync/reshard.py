@@ -14,7 +14,7 @@ whole tensors on rank 0; no other rank ever holds a whole tensor.
 
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -280,15 +280,15 @@ class Wire(Protocol):
 
 
 class PointToPoint:
-    """Sends messages with ``torch.distributed`` in ``group``, whose ranks are the plan's: gloo, or NCCL on ``device``.
+    """Sends messages between the ranks of ``torch.distributed``, which are the plan's: gloo, or NCCL on ``device``.
 
     One buffer holds what a rank sends and receives in an exchange. ``store`` is shared by all ranks and has keys of
     this group only. NCCL needs all ranks in the first exchange of a group, so run a barrier before.
     """
 
-    def __init__(self, store: dist.Store, group: dist.ProcessGroup | None = None, device: str = "cpu") -> None:
-        self._group, self._device = group, device
-        self._lost = LostRankFinder(store, dist.get_rank(group))
+    def __init__(self, store: dist.Store, device: str = "cpu") -> None:
+        self._device = device
+        self._lost = LostRankFinder(store, dist.get_rank())
         self._arena = torch.empty(0, dtype=torch.uint8)
 
     @property
@@ -308,10 +308,10 @@ class PointToPoint:
             receive_buffers.append(self._arena[at : at + span.nbytes])
             at += span.padded_bytes
         operations = [
-            dist.P2POp(dist.irecv, buffer, group=self._group, group_peer=span.peer)
+            dist.P2POp(dist.irecv, buffer, span.peer)
             for span, buffer in zip(messages.incoming, receive_buffers, strict=True)
         ] + [
-            dist.P2POp(dist.isend, buffer, group=self._group, group_peer=span.peer)
+            dist.P2POp(dist.isend, buffer, span.peer)
             for span, buffer in zip(messages.outgoing, self.send_buffers(messages), strict=True)
         ]
         # NCCL needs a batch, or two ranks that send to each other wait for ever. gloo starts one at a time, so that
@@ -414,11 +414,9 @@ def reshard(
     return Traffic(sent, received, copied, wire.held_bytes)
 
 
-def one_box_each(
-    layout: Layout, rank: int, tensors: Mapping[str, Tensor], names: Collection[str] | None = None
-) -> dict[tuple[str, Box], Tensor]:
+def one_box_each(layout: Layout, rank: int, tensors: Mapping[str, Tensor]) -> dict[tuple[str, Box], Tensor]:
     """Return the shards of a rank that holds one box of each tensor, such as FSDP2's ``to_local()``."""
-    return {(name, box): tensors[name] for name, box in layout.held(rank) if names is None or name in names}
+    return {(name, box): tensors[name] for name, box in layout.held(rank)}
 
 
 def split_fused(fused: Tensor, layout: Layout, rank: int, names: Sequence[str]) -> dict[tuple[str, Box], Tensor]:

@@ -111,11 +111,10 @@ def _when_closed(variable: str, act: Callable[[], None]) -> None:
     threading.Thread(target=watch, args=(int(fd),), name=variable, daemon=True).start()
 
 
-def setup_logging(role: str, level: int = logging.INFO) -> logging.Logger:
+def setup_logging(role: str) -> logging.Logger:
     """Log to standard error as ``time role level message`` and return the role's logger."""
-    logging.basicConfig(
-        stream=sys.stderr, level=level, format=f"%(asctime)s {role} %(levelname)s %(message)s", datefmt="%H:%M:%S"
-    )
+    line = f"%(asctime)s {role} %(levelname)s %(message)s"
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=line, datefmt="%H:%M:%S")
     for noisy in ("httpx", "urllib3", "filelock", "uvicorn.access"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     return logging.getLogger(f"rl_async.{role}")

@@ -104,10 +104,9 @@ class RedisJournal:
         owner_s: float = OWNER_S,
         tries_s: float = TRIES_S,
         least_log: int = LEAST_LOG,
-        clock: Any = time.monotonic,
     ) -> None:
         self._url, self._prefix, self._replicas = url, f"rl-async:{run}", replicas
-        self._owner_s, self._tries_s, self._least_log, self._clock = owner_s, tries_s, least_log, clock
+        self._owner_s, self._tries_s, self._least_log = owner_s, tries_s, least_log
         self._redis = redis.Redis.from_url(
             url,
             password=os.environ.get("RL_ASYNC_REDIS_PASSWORD"),
@@ -126,7 +125,7 @@ class RedisJournal:
         self._unplaced: list[str] = []
         self._unlinked: list[str] = []
         self._seq = self._log = self._log_bytes = self._dump_bytes = self._next_payload = 0
-        self._alive = clock()
+        self._alive = time.monotonic()
         try:
             self._own()
             self.run_id = self._try(self._meta, run)
@@ -348,10 +347,10 @@ class RedisJournal:
             self._pending, self._payloads, self._placed, self._unplaced, self._unlinked = [], {}, {}, [], []
             if unlinked:
                 self._try(self._redis.unlink, *unlinked)
-            self._alive = self._clock()
-        elif self._clock() - self._alive > self._owner_s / 4:
+            self._alive = time.monotonic()
+        elif time.monotonic() - self._alive > self._owner_s / 4:
             self._checked(self._try(self._script, KEEP, []))
-            self._alive = self._clock()
+            self._alive = time.monotonic()
 
     def _write(self) -> int:
         entries = list[str | bytes]()

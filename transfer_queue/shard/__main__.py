@@ -60,13 +60,12 @@ class ShardServer:
         self,
         shard_id: str,
         limits: QueueLimits | None = None,
-        clock: Callable[[], float] = time.monotonic,
         allowed: AllowList | None = None,
     ) -> None:
         self.turned_away: Counter[str] = Counter()
         self.orders: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
         self.cleared = threading.Event()
-        self._gate = Gate(limits or QueueLimits(), clock, self._count, shard_id, allowed)
+        self._gate = Gate(limits or QueueLimits(), time.monotonic, self._count, shard_id, allowed)
         self._payloads = Payloads()
 
     def _count(self, name: str) -> None:

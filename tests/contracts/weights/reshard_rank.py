@@ -130,7 +130,7 @@ def held_by(layout: Layout, rank: int, names: list[str], fused: list[Tensor], sl
         return {}, None
     mine = fused[slot]
     if len(names) == 1:
-        return one_box_each(layout, rank, {names[0]: mine}, names), mine
+        return {(name, box): mine for name, box in layout.held(rank) if name == names[0]}, mine
     return split_fused(mine, layout, rank, names), mine
 
 
