@@ -22,7 +22,6 @@ from rl_async.agent_loop.environments.session import (
     OpenEnvironment,
     OpenGame,
     check_opponents,
-    check_unarmed,
     joined,
 )
 from rl_async.agent_loop.environments.speakers import Services, Speaker, SpeechTooLong, make_opponents
@@ -267,7 +266,8 @@ class EpisodeRunner:
         """Play an episode of several roles; return those that the policy played."""
         check_opponents(game.roles, self._opponents)
         first, of_game = await game.reset(), game.tools()
-        check_unarmed(of_game, self._opponents)
+        if armed := [role for role in self._opponents if of_game[role]]:
+            raise ConfigError(f"agent.opponents: {armed[0]} has tools in this game, which opponents cannot call")
         of_roles = {role: distinct(tools, shared.of_servers) for role, tools in of_game.items()}
 
         async def converse(seat: Seat, prompt: list[Message]) -> tuple[Episode, str]:

@@ -201,7 +201,10 @@ class Fsdp2Backend:
         sharded = shards.is_dir()
         held = StoredShards(shards if sharded else folder).sizes
         if any(MOMENT in name and name != STEPS for name in held):
-            self._make_moments()
+            # As AdamW's first step would, so that a checkpoint can be loaded into its tensors.
+            for _, parameter in self._trained():
+                state = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+                self.optimizer.state[parameter] = {"step": torch.tensor(0.0)} | state
         if sharded:
             read_shards(self._weights() | self._moments() | steps, shards)
         else:
@@ -241,13 +244,6 @@ class Fsdp2Backend:
             # It is the same for all parameters, and saved once as ``STEPS``.
             if key != "step"
         }
-
-    def _make_moments(self) -> None:
-        """Allocate AdamW's tensors as its first step would, so that a checkpoint can be loaded into them."""
-        assert self.optimizer is not None
-        for _, parameter in self._trained():
-            state = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
-            self.optimizer.state[parameter] = {"step": torch.tensor(0.0)} | state
 
     def sleep(self) -> None:
         if not self._stays:

@@ -54,11 +54,6 @@ def append_trained(path: Path, lineage: int, step: int, rows: Iterable[Trajector
     _append(path, lineage, [TrainedRow(lineage, step, *row.key, row.tokens_hash()) for row in rows])
 
 
-def append_refused(path: Path, lineage: int, step: int, rank: int, tokens_hash: Mapping[RowKey, str]) -> None:
-    """Append one line per row that a rank fetched with other tokens than were announced."""
-    _append(path, lineage, [RefusedRow(lineage, step, *key, digest, rank) for key, digest in tokens_hash.items()])
-
-
 def _append(path: Path, lineage: int, rows: Iterable[msgspec.Struct]) -> None:
     append_durably(path, b"".join(msgspec.json.encode(row) + b"\n" for row in rows), lineage)
 
@@ -248,7 +243,8 @@ class Recorder:
 
     def refused(self, step: int, tokens_hash: Mapping[RowKey, str]) -> None:
         """Record rows that this rank fetched with other tokens than were announced, for the audit."""
-        append_refused(self._folder / "refused.jsonl", self._lineage, step, self._rank, tokens_hash)
+        lines = [RefusedRow(self._lineage, step, *key, digest, self._rank) for key, digest in tokens_hash.items()]
+        _append(self._folder / "refused.jsonl", self._lineage, lines)
 
     def evaluated(self, result: FinishedEvaluation, rows: list[Trajectory]) -> None:
         """Record the trajectories of an evaluation beside the trained ones, then its result as one line."""

@@ -358,7 +358,8 @@ def numbered(buckets: Sequence[Bucket], version: Version, hold: Hold) -> Sequenc
     added = adapter_buckets(buckets)
     if added:
         base = [bucket for bucket in buckets if bucket.info.kind != "adapter"]
-        name = base_name(base)
+        # A name for these weights alone, never that of a version.
+        name = f"base-{xxhash.xxh3_128_hexdigest(msgspec.json.encode([bucket.info for bucket in base]))}"
         return [*_labelled(base, name, "stage"), *_labelled(added, str(version), "stage", base=name)]
     return buckets if hold == "no" else _labelled(buckets, str(version), hold)
 
@@ -474,12 +475,6 @@ def as_adapters(buckets: Iterable[Bucket], scale: float) -> list[Bucket]:
 def adapter_buckets(buckets: Iterable[Bucket]) -> list[Bucket]:
     """Return the buckets that hold adapters, in order."""
     return [bucket for bucket in buckets if bucket.info.kind == "adapter"]
-
-
-def base_name(base: Iterable[Bucket]) -> str:
-    """Return a name for these weights alone, never that of a version: a hash of their manifests and checksums."""
-    manifests = msgspec.json.encode([bucket.info for bucket in base])
-    return f"base-{xxhash.xxh3_128_hexdigest(manifests)}"
 
 
 class AdapterSum:

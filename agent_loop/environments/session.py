@@ -294,12 +294,6 @@ def check_opponents(roles: Sequence[str], opponents: Collection[str]) -> None:
         raise ConfigError("agent.opponents: they play all roles of the game, which leaves none to train; leave one out")
 
 
-def check_unarmed(tools: Mapping[str, Sequence[CallableTool]], opponents: Collection[str]) -> None:
-    """Raise ConfigError if a game has tools for an opponent."""
-    if armed := [role for role in opponents if tools[role]]:
-        raise ConfigError(f"agent.opponents: {armed[0]} has tools in this game, which opponents cannot call")
-
-
 def _roles(name: str, roles: Any) -> Sequence[str]:
     if isinstance(roles, Sequence) and not isinstance(roles, str):
         fit = [isinstance(role, str) and ROLE.fullmatch(role) and role != NO_ROLE for role in roles]

@@ -55,11 +55,6 @@ class RouteRecorder:
         return chosen.unflatten(0, (rows, width))
 
 
-def make_recorder(model: Any) -> RouteRecorder | None:
-    """Return a recorder for the model's routers; None for a model without experts."""
-    return RouteRecorder(model) if experts_of(model.config) else None
-
-
 class _SlotLayer(CacheLayerMixin):
     """Keys and values of one layer, [slots, kv_heads, length, head_dim], written where the owning cache says."""
 
@@ -376,9 +371,3 @@ class PrefixCache:
 def joined(blocks: Sequence[Block]) -> Tensor:
     """Return the blocks' keys and values as one tensor [layers, 2, kv_heads, tokens, head_dim]."""
     return torch.cat([block.data for block in blocks], dim=-2)
-
-
-def joined_routes(blocks: Sequence[Block]) -> Tensor | None:
-    """Return the experts of the blocks' tokens as one tensor [tokens, layers, k]; None if they are not recorded."""
-    parts = [block.routes for block in blocks if block.routes is not None]
-    return torch.cat(parts) if parts else None

@@ -29,16 +29,16 @@ from transformers.masking_utils import sdpa_mask
 from rl_async import tracing
 from rl_async.errors import UserError
 from rl_async.messages import Sampling
+from rl_async.model_files import experts_of
 from rl_async.rollout_server.api import FinishReason
 from rl_async.rollout_server.embedded.cache import (
     BLOCK,
     Block,
     PrefixCache,
+    RouteRecorder,
     SlotCache,
     cache_tokens,
     joined,
-    joined_routes,
-    make_recorder,
 )
 from rl_async.rollout_server.embedded.sampler import Matcher, Sampler, restrict
 from rl_async.torch_shared import output_logits, widened, windowed
@@ -132,11 +132,6 @@ class Sequence:
         runs = [(version, start) for version, start in self.runs if start < count]
         ends = [start for _, start in runs[1:]] + [count] * bool(runs)
         return [(version, start, end) for (version, start), end in zip(runs, ends, strict=True)]
-
-    @property
-    def part_is_full(self) -> bool:
-        """Whether the sampled tokens fill whole parts of a stream."""
-        return len(self.logprobs) % self.stream_interval == 0
 
 
 def add_spans(sequence: Sequence) -> None:
@@ -311,7 +306,7 @@ class EngineCore:
         config: Any = model.config
         self.vocab_size: int = config.vocab_size
         self._cache_argument = _cache_argument(self.model.model)
-        self._recorder = make_recorder(model) if record_routes else None
+        self._recorder = RouteRecorder(model) if record_routes and experts_of(config) else None
         # The maximal size of the cache.
         self.cache_tokens = cache_tokens(model, max_batch, max_length, cache_bytes, self._recorder)
         self.version = "default"
@@ -478,8 +473,8 @@ class EngineCore:
         """Compute prompts whose first blocks are known, in slots from ``first`` on, like ``_whole``."""
         for row, blocks in enumerate(known):
             self._cache.write(first + row, joined(blocks))
-            if (experts := joined_routes(blocks)) is not None:
-                self._cache.write_routes(first + row, experts)
+            if routes := [block.routes for block in blocks if block.routes is not None]:
+                self._cache.write_routes(first + row, torch.cat(routes))
         starts = [BLOCK * len(blocks) for blocks in known]
         ends = [prompt[start:] for prompt, start in zip(prompts, starts, strict=True)]
         width, view = max(map(len, ends)), max(map(len, prompts))
@@ -590,7 +585,7 @@ class EngineCore:
             if sequence.append(token, logprob, self.version, self.max_length, ends):
                 finished.append(sequence)
                 self._generators.pop(sequence, None)
-            if sequence.progress is not None and sequence.part_is_full:
+            if sequence.progress is not None and len(sequence.logprobs) % sequence.stream_interval == 0:
                 sequence.progress(sequence)
         if finished:
             self._drop_finished()

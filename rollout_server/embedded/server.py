@@ -320,8 +320,9 @@ class EngineServer:
             return _error(400, refusal)
         if body.sampling_params.n > core.max_batch:
             return _error(400, f"n must be at most {core.max_batch}, the number of sequences decoded at once")
-        if (wanted := request.headers.get(MIN_VERSION_HEADER)) is not None and not self._serves(wanted):
-            return _error(409, f"the weights are {core.version}, older than {wanted}")
+        wanted, current = request.headers.get(MIN_VERSION_HEADER), core.version
+        if wanted is not None and (current == "default" or Version.parse(current) < Version.parse(wanted)):
+            return _error(409, f"the weights are {current}, older than {wanted}")
         loop = asyncio.get_running_loop()
         events: SequenceEvents = asyncio.Queue()
 
@@ -389,10 +390,6 @@ class EngineServer:
         finally:
             disconnect.cancel()
         return True
-
-    def _serves(self, wanted: str) -> bool:
-        current = self.engine.core.version
-        return current != "default" and Version.parse(current) >= Version.parse(wanted)
 
     async def abort(self, request: Request) -> Response:
         raw = await read_body(request)

@@ -209,7 +209,9 @@ def load_loss(reference: str, options: AlgorithmConfig) -> PolicyLoss:
     for garbage in GARBAGE:
         inputs = _loss_inputs(garbage, options)
         if loss.select is not None:
-            inputs = replace(inputs, selected=_selected(trial, loss.select, inputs))
+            x = SelectInputs(inputs.proximal, inputs.behaviour, inputs.advantages, inputs.mask, options, seed=0)
+            chosen = trial.tensor(trial.call(loss.select, x), MASK.shape, torch.bool, "a selection of")
+            inputs = replace(inputs, selected=chosen)
         value = trial.tensor(trial.call(loss.per_token, inputs), MASK.shape)
         values.append(value.detach())
         gradients.append(_gradient(trial, value, inputs.logprobs))
@@ -286,11 +288,6 @@ def _loss_inputs(garbage: float, options: AlgorithmConfig) -> LossInputs:
         free=MASK.clone(),
         options=options,
     )
-
-
-def _selected(trial: Trial, select: Callable[[SelectInputs], Tensor], x: LossInputs) -> Tensor:
-    inputs = SelectInputs(x.proximal, x.behaviour, x.advantages, x.mask, x.options, seed=0)
-    return trial.tensor(trial.call(select, inputs), MASK.shape, torch.bool, "a selection of")
 
 
 def _gradient(trial: Trial, value: Tensor, logprobs: Tensor) -> Tensor:

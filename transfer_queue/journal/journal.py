@@ -161,13 +161,8 @@ def freed_by(transition: t.Transition) -> Sequence[int] | None:
     return () if frees is None else frees(transition)
 
 
-def _make_trim() -> Callable[[], object]:
-    """glibc returns memory freed below what is still used only on malloc_trim; other libraries need no call."""
-    found = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    return (lambda: None) if found is None else lambda: found(0)
-
-
-trim = _make_trim()
+# glibc returns memory freed below memory in use only on malloc_trim; other libraries need no call.
+trim: Callable[[int], object] = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
 
 
 class Payloads:
@@ -211,7 +206,7 @@ class Payloads:
         del freed
         if self._peak - self._held > max(TRIM_BYTES, 3 * self._held):
             self._peak = self._held
-            trim()
+            trim(0)
 
 
 class MemoryJournal:
@@ -796,11 +791,6 @@ class SqliteJournal:
         except sqlite3.Error as error:
             raise self._failed(error) from error
 
-    def _checkpointed(self) -> bool:
-        """Bring the database up to date; return False if another process is reading it."""
-        busy, *_ = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-        return not busy
-
     @property
     def outgrown(self) -> bool:
         """Whether the log is LOG_PER_STATE times as long as the last dump, or MOST_DEAD files can be deleted."""
@@ -821,8 +811,9 @@ class SqliteJournal:
             self._db.executemany("DELETE FROM payload WHERE grp = ?", [(group,) for group in self._freed])
             self._db.execute("COMMIT")
             dead = self._segments.dead
-            # After a checkpoint, no power cut brings back a database that names them.
-            if dead and self._checkpointed():
+            # After a checkpoint, no power cut brings back a database that names them. It is not complete while another
+            # process reads the database.
+            if dead and not self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
                 self._segments.delete(dead)
         except sqlite3.Error as error:
             raise self._failed(error) from error
