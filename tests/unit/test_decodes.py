@@ -56,6 +56,8 @@ WITHOUT = {
     ("rollout_server/json_schemas.py", "_one_line"): CALLER,
     ("rollout_server/vllm/slices.py", "weight_boxes"): PEER,
     ("reward_loop/scorers/code_driver.py", "main"): PEER,
+    ("reward_loop/scorers/code_driver.py", "main_apart"): PEER,
+    ("reward_loop/scorers/code_driver.py", "serve"): PEER,
     (
         "reward_loop/scorers/scorer_registry.py",
         "_open_dataset",
