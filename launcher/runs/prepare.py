@@ -43,10 +43,10 @@ def prepare(config: RunConfig, report: Report, progress: ProgressWriter | None =
     def on_step(step: int, check: int, loss: float) -> None:
         nonlocal reported
         if progress is not None:
-            progress(WARM_START, step, check, "steps to the next check of greedy reward", f"loss {loss:.3f}")
+            progress(WARM_START, step, check, "steps to the next check", f"loss {loss:.3f}")
         elif time.monotonic() - reported >= REPORT_S:
             reported = time.monotonic()
-            report(f"warm start: {step} of {check} steps to the next check of greedy reward, loss {loss:.3f}")
+            report(f"warm start: {step} of {check} steps to the next check, loss {loss:.3f}")
 
     prepare_data(config, report)
     if needs_model(config):
