@@ -260,7 +260,7 @@ def _working(state: ProcessState, seen: Observed) -> Row:
     """Describe what a running process is doing, as far as it is known."""
     name, age_s = state.name, seen.now - state.since
     if name == "queue":
-        return _queue(name, seen)
+        return _queue(name, age_s, seen)
     if (beat := seen.beats.get(name)) is not None:
         return Row(name, rank_text(beat, seen.progress.get(name), seen.now))
     if engine := newest_of(name, seen.engines.values()):
@@ -278,14 +278,16 @@ def _working(state: ProcessState, seen: Observed) -> Row:
     return Row(name, "running")
 
 
-def _queue(name: str, seen: Observed) -> Row:
+def _queue(name: str, age_s: float, seen: Observed) -> Row:
     silent_s = 0.0 if seen.queue_silent_since is None else seen.now - seen.queue_silent_since
     trained = any(state.name.startswith("trainer") and state.state == "ended" for state in seen.states)
     if seen.queue_silent_since is not None and trained:
         return Row(name, "closed, as training has ended")
+    if seen.report is None:
+        return Row(name, f"starting for {duration(age_s)}")
     if silent_s >= SILENT_S:
         return Row(name, f"has not answered for {duration(silent_s)}", trouble=True)
-    return Row(name, "starting" if seen.report is None else queue_text(seen.report, seen.groups))
+    return Row(name, queue_text(seen.report, seen.groups))
 
 
 def newest_of(name: str, engines: Iterable[SeenEngine]) -> SeenEngine | None:

@@ -110,6 +110,7 @@ def test_a_queue_that_does_not_answer_says_for_how_long_unless_training_has_ende
     assert text.trouble and "20 s" in text.text
     text = row(*states("queue"), *states("trainer-0", state="ended"), queue_silent_since=NOW - 20)
     assert not text.trouble and "closed" in text.text
+    assert row(*states("queue"), queue_silent_since=NOW - 20) == Row("queue", "starting for 12 s")
     full = msgspec.structs.replace(STATUS, leased=0, slots_used=48)
     assert "workers wait for the trainer" in row(*states("queue"), report=inspection(full)).text
 
