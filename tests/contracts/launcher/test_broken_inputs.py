@@ -5,6 +5,8 @@ import shutil
 import socket
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
@@ -110,6 +112,15 @@ def test_what_only_a_reading_of_all_rows_or_a_rendered_prompt_shows(
     with pytest.raises(kind) as caught:
         rehearse_here(load_config("calculator", [*OWN, override]), whole=True)
     assert str(caught.value).startswith(named)
+
+
+def test_demonstrations_without_conversations_are_named() -> None:
+    pq.write_table(pa.table({"text": ["what is 2 + 3"]}), "demos.parquet")
+    makes = ["warm_start.demos_path=demos.parquet", "warm_start.out=new", "model.path=new"]
+    own = [override for override in OWN if override != "warm_start=null"]
+    with pytest.raises(DataError) as caught:
+        rehearse_here(load_config("calculator", [*own, *makes]), whole=True)
+    assert str(caught.value).startswith("warm_start.demos_path: demos.parquet")
 
 
 @pytest.mark.parametrize(
