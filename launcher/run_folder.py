@@ -31,6 +31,12 @@ SOURCES = "sources.json"
 FUNCTIONS, GIVEN, OUTPUT = "functions", "given.yaml", Path("logs", "output.log")
 # Kept in a folder whose run made no sample, when a run of that name is started again.
 KEPT = (FUNCTIONS, GIVEN, "logs")
+# What a run writes, which one that made no sample leaves behind. Files of other names are the user's.
+WRITTEN = (
+    *("config.yaml", "queue*", "ledger.jsonl", "refused.jsonl", "lineage", "keys", "endpoints.json", "processes.json"),
+    *(SOURCES, "machine.json", "memory.json", "tools.json", "checkpoints", "trajectories", "ranks", "progress"),
+    *("timeline", "stacks", "doctor.txt", "profiles", "prometheus", "view.sqlite*", "verdicts.sqlite*"),
+)
 # A folder with one of these holds results, even if nothing in it can be continued.
 RESULTS = ("metrics.jsonl", "trained.jsonl", "evaluations.jsonl", "trajectories/*")
 
@@ -96,7 +102,9 @@ def is_unused(folder: Path) -> bool:
 
 
 def clear_unused(folder: Path) -> bool:
-    """Delete what an earlier start that made no sample left in the folder, except its logs; return whether it did.
+    """Delete what an earlier start that made no sample left in the folder; return whether it did.
+
+    Its logs stay, and so does what no run writes.
 
     The caller holds the run. Raises UserError if samples were made there since ``new_run`` looked.
     """
@@ -104,7 +112,7 @@ def clear_unused(folder: Path) -> bool:
         raise UserError(f"--name: {folder} exists{_way_out(folder, may_resume=False)}")
     if not (folder.exists() and is_unused(folder)):
         return False
-    left = [path for path in folder.iterdir() if path.name not in KEPT]
+    left = [path for name in WRITTEN for path in folder.glob(name)]
     # The config goes last: if this is interrupted, the folder is still recognised.
     for path in sorted(left, key=lambda path: path.name == "config.yaml"):
         if path.is_dir() and not path.is_symlink():

@@ -17,6 +17,7 @@ from rich.console import Console
 from rl_async.configs.load import load_config
 from rl_async.errors import QueueLost
 from rl_async.files import last_line
+from rl_async.insight import live_figures
 from rl_async.insight.live_figures import (
     MARK,
     History,
@@ -116,7 +117,8 @@ def test_a_long_run_is_remembered_in_a_few_bytes_per_step_and_each_step_costs_th
     tracemalloc.start()
     for step in range(steps):
         history.add(line(step, 0.5, **{"eval/reward": 0.25}, **{f"other/{i}": 0.1 for i in range(20)}))
-    used, _ = tracemalloc.get_traced_memory()
+    ours = tracemalloc.Filter(True, live_figures.__file__)
+    used = sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces([ours]).traces)
     tracemalloc.stop()
     assert used < steps * 50
     assert len(history) == len(history.values("reward")) == len(history.values("held_out")) == steps

@@ -84,12 +84,14 @@ def test_a_run_that_made_no_sample_is_started_again_by_the_same_command(root: st
     (folder / "keys" / "clients").mkdir(parents=True)
     (folder / "ledger.jsonl").write_text('{"event": "admit", "seq": 0, "group": 0}\n')
     (folder / "queue.sqlite").touch()
+    (folder / "notes.txt").write_text("my own")
     before = sorted(folder.rglob("*"))
     config, again = new_run("calculator", [root, "trainer.steps=7"], name="mine")
     assert again == folder and sorted(folder.rglob("*")) == before, "choosing a folder changes nothing"
     with hold(again):
         assert clear_unused(again)
-        assert [path.relative_to(folder) for path in folder.rglob("*")] == [Path("logs"), Path("logs/engine-0.log")]
+        left = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+        assert left == ["logs", "logs/engine-0.log", "notes.txt"]
         assert not clear_unused(again), "nothing is left"
         create(config, again)
     assert load_resolved(folder / "config.yaml").trainer.steps == 7
