@@ -57,7 +57,7 @@ def test_a_split_is_fetched_once_and_then_read_offline(tmp_path: Path, split: di
         first = rl_async(tmp_path, endpoint, "data", "inspect", "org/tasks")
     again = rl_async(tmp_path, endpoint, "data", "inspect", "org/tasks", offline=True)
     assert (first.returncode, again.returncode) == (0, 0), first.stderr + again.stderr
-    assert "2 rows, 1 different prompts" in first.stdout
+    assert "2 rows\n" in first.stdout
     assert first.stdout == again.stdout
     assert f"snapshots/{COMMIT}/main/train-*.jsonl" in first.stdout
     assert not list(tmp_path.rglob("loader.py"))
@@ -96,7 +96,7 @@ def test_modelscope_is_asked_through_its_own_client(tmp_path: Path, split: dict[
         other = rl_async(tmp_path, endpoint, "data", "inspect", "modelscope:org/tasks@v9")
         imported = rl_async(tmp_path, endpoint, "model", "import", "modelscope:org/model", "mine")
     assert first.returncode == 0, first.stderr
-    assert "2 rows, 1 different prompts" in first.stdout
+    assert "2 rows\n" in first.stdout
     assert imported.returncode == 0, imported.stderr
     assert wanted.keys() <= {file.name for file in (tmp_path / "mine").iterdir()}
     assert not [file for name in ("loader.py", "modeling.py", "*.bin", "other") for file in tmp_path.rglob(name)]
@@ -151,8 +151,8 @@ def test_a_changed_branch_is_read_without_what_it_was(tmp_path: Path, split: dic
     with fake_modelscope({DATA: split}) as endpoint:
         after = rl_async(tmp_path, endpoint, "data", "inspect", "modelscope:org/tasks")
     assert (before.returncode, after.returncode) == (0, 0), before.stderr + after.stderr
-    assert "1 rows, 1 different prompts" in before.stdout
-    assert "2 rows, 1 different prompts" in after.stdout
+    assert "1 rows\n" in before.stdout
+    assert "2 rows\n" in after.stdout
 
 
 @pytest.mark.parametrize(
