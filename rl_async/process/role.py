@@ -198,11 +198,12 @@ class SteadyOutput(io.RawIOBase):
     def __init__(self, descriptor: int, *, owned: bool = False) -> None:
         super().__init__()
         self._descriptor, self._owned = descriptor, owned
+        self._writes_to = _unblocked(descriptor)
         self._kept = bytearray()
         self._left_out = 0
         self._gone = False
         self._poll = select.poll()
-        self._poll.register(descriptor, select.POLLOUT)
+        self._poll.register(self._writes_to, select.POLLOUT)
 
     def writable(self) -> bool:
         """Return True, as a text layer asks."""
@@ -230,8 +231,11 @@ class SteadyOutput(io.RawIOBase):
 
     def close(self) -> None:
         """Take nothing more, and close a descriptor that is owned."""
-        if not self.closed and self._owned:
-            os.close(self._descriptor)
+        if not self.closed:
+            if self._writes_to != self._descriptor:
+                os.close(self._writes_to)
+            if self._owned:
+                os.close(self._descriptor)
         super().close()
 
     def settle(self, seconds: float = LAST_S) -> None:
@@ -246,7 +250,7 @@ class SteadyOutput(io.RawIOBase):
                 told = b"\n... %d bytes are left out here, which nobody read in time\n" % self._left_out
                 self._kept[:0], self._left_out = told, 0
             try:
-                del self._kept[: os.write(self._descriptor, self._kept[:PIECE])]
+                del self._kept[: os.write(self._writes_to, self._kept[:PIECE])]
                 waited = time.monotonic()
             except BlockingIOError:
                 if time.monotonic() - waited >= seconds:
@@ -257,6 +261,18 @@ class SteadyOutput(io.RawIOBase):
                     return
                 self._gone = True
                 self._kept.clear()
+
+
+def _unblocked(descriptor: int) -> int:
+    """Return a descriptor of the same terminal whose writes never block; ``descriptor`` if it is none.
+
+    A pipe with room takes a whole piece. A terminal that nobody reads says that it has room, and blocks a write of more
+    bytes than that. It is opened again, since the flag for this belongs to all processes that share an open file.
+    """
+    try:
+        return os.open(os.ttyname(descriptor), os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError:
+        return descriptor
 
 
 class CheckedOutput(io.FileIO):

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tty
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,24 @@ def test_a_terminal_that_is_gone_ends_nothing() -> None:
     os.close(master)
     assert out.write(b"a line\n") == 7
     out.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_terminal_that_nobody_reads_blocks_nothing_and_shows_every_line_later() -> None:
+    master, terminal = pty.openpty()
+    tty.setraw(terminal)
+    out = SteadyOutput(terminal, owned=True)
+    lines = [b"line %06d\n" % number for number in range(100_000 // 12)]  # more than a terminal holds
+    for line in lines:
+        out.write(line)
+    os.set_blocking(master, False)
+    received = b""
+    while not received.endswith(lines[-1]):
+        out.settle(0.0)
+        received += drain(master)
+    assert received == b"".join(lines)
+    out.close()
+    os.close(master)
 
 
 @pytest.mark.parametrize("blocking", [True, False], ids=["as opened", "made non-blocking by another process"])
