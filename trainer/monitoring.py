@@ -103,6 +103,15 @@ class DeviceMeter:
         return own, total - free - own
 
 
+# Plans are estimates: a run is not told of a stage that takes this share more than was planned for it.
+BEYOND_PLAN = 0.05
+
+
+def exceeds(peak: int, planned: int) -> bool:
+    """Whether a stage took so much more than was planned, in bytes, that a user should hear of it."""
+    return peak > (1 + BEYOND_PLAN) * planned
+
+
 class MemoryWatch:
     """Follows a rank through the stages of its steps.
 
@@ -158,7 +167,7 @@ class MemoryWatch:
         if self._phase not in STAGE_OF:
             return
         self._peaks[self.stage] = max(self._peaks.get(self.stage, 0), peak)
-        if self._budget is not None and peak > self._limits[self.stage] and self.stage not in self._warned:
+        if self._budget is not None and exceeds(peak, self._limits[self.stage]) and self.stage not in self._warned:
             self._warned.add(self.stage)
             log.warning("memory: stage '%s' took %s. %s", self.stage, _gib(peak), self._planned())
 

@@ -28,6 +28,7 @@ from rl_async.trainer.monitoring import (
     QueueDepth,
     StepProfiler,
     engine_metrics,
+    exceeds,
 )
 from rl_async.trainer.profile_request import traces, write_request
 
@@ -77,6 +78,11 @@ def test_a_device_that_changes_hands_does_not_count_twice(monkeypatch: pytest.Mo
     assert meter.peak() == 70, "both are there"
     own, others = 2, 70
     assert meter.peak() == 65
+
+
+@pytest.mark.parametrize(("peak", "told"), [(99, False), (100, False), (105, False), (106, True), (200, True)])
+def test_only_a_stage_clearly_beyond_its_plan_is_told(peak: int, told: bool) -> None:
+    assert exceeds(peak, 100) is told
 
 
 @pytest.mark.usefixtures("one_rank")
