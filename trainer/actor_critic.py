@@ -87,20 +87,7 @@ def build_models(config: RunConfig, device: str) -> Models:
     Raises UserError naming the key whose model cannot be loaded.
     """
     model, critic, kl = config.model, config.critic, config.algorithm.kl
-    backend: Callable[..., Backend]
-    match config.trainer.backend:
-        case "fsdp2":
-            backend = Fsdp2Backend
-        case "megatron":
-            # Megatron-Core warns at every import about Transformer Engine and Apex, which it does without.
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex)")
-                # Megatron is an optional installation.
-                from rl_async.trainer.megatron.backend import MegatronBackend
-            log.info("trainer.backend=megatron: prompts shared by several rows are computed for each of them")
-            logging.getLogger("megatron").setLevel(logging.WARNING)
-            backend = MegatronBackend
-    make = functools.partial(backend, dtype=compute_type(model), device=device)
+    make = _maker(config, device)
     shared = critic is not None and critic.shared
     models = Models(make(model.path, config=policy_training(config), head="both" if shared else "policy"))
     if reference_is_base(config, experts=models.policy.replays_routers):
@@ -121,6 +108,32 @@ def build_models(config: RunConfig, device: str) -> Models:
         training = critic_training(config.trainer, critic)
         models = replace(models, critic=make(critic.path or model.path, config=training, head="value"))
     return models
+
+
+def build_policy(config: RunConfig, device: str) -> Backend:
+    """Load the policy alone onto ``device``: fine-tuning has no use for the models of ``algorithm``. A collective.
+
+    Raises UserError naming the key whose model cannot be loaded.
+    """
+    return _maker(config, device)(config.model.path, config=policy_training(config), head="policy")
+
+
+def _maker(config: RunConfig, device: str) -> Callable[..., Backend]:
+    """Return the class of the run's backend, with the arguments that all of its models share."""
+    backend: Callable[..., Backend]
+    match config.trainer.backend:
+        case "fsdp2":
+            backend = Fsdp2Backend
+        case "megatron":
+            # Megatron-Core warns at every import about Transformer Engine and Apex, which it does without.
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex)")
+                # Megatron is an optional installation.
+                from rl_async.trainer.megatron.backend import MegatronBackend
+            log.info("trainer.backend=megatron: prompts shared by several rows are computed for each of them")
+            logging.getLogger("megatron").setLevel(logging.WARNING)
+            backend = MegatronBackend
+    return functools.partial(backend, dtype=compute_type(config.model), device=device)
 
 
 class PolicyBase:

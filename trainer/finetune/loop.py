@@ -32,7 +32,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, TrainingDiverged, UserError
 from rl_async.files import append_lines, replace_file, undamaged
 from rl_async.process.run_files import Phase, beat
-from rl_async.trainer.actor_critic import build_models
+from rl_async.trainer.actor_critic import build_policy
 from rl_async.trainer.backend import Backend, Outputs, learning_rate_factor
 from rl_async.trainer.batch_layout import layout
 from rl_async.trainer.checkpoints import (
@@ -362,7 +362,7 @@ def run_rank(folder: Path) -> None:
     beat(folder, int(os.environ.get("RANK", "0")), 0, "starting")
     with ranks_joined(config, folder) as (device, _):
         trainer = config.trainer
-        policy = build_models(config, device).policy
+        policy = build_policy(config, device)
         step, lineage = resume_point(folder)
         saver = Saver(
             folder / "checkpoints",

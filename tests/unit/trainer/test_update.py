@@ -19,14 +19,15 @@ from rl_async.configs.schema.algorithm import (
     LossOptions,
     OverlongConfig,
     ShapingConfig,
+    TeacherConfig,
     resolve,
 )
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
-from rl_async.errors import RewardsMissing
+from rl_async.errors import RewardsMissing, UserError
 from rl_async.messages import Sampling, Trajectory, Turn, Version, VersionRun
-from rl_async.trainer.actor_critic import Models, build_models
+from rl_async.trainer.actor_critic import Models, build_models, build_policy
 from rl_async.trainer.algorithms import advantages
 from rl_async.trainer.algorithms.advantages import ADVANTAGES, AdvantageInputs
 from rl_async.trainer.algorithms.algorithm import build, padded_estimator
@@ -682,6 +683,19 @@ def test_weights_are_what_the_policy_left_to_the_grammar_and_metrics_of_drift_le
     _, _, free = constrained_step(AlgorithmConfig(), constrained=False)
     assert free.metrics["correction/k3"] > 0.05 and "constrained/share" not in free.metrics
     assert policy.looks > 0
+
+
+def test_fine_tuning_loads_no_model_of_the_algorithm(model_folder: Path) -> None:
+    config = RunConfig(
+        model=ModelConfig(path=str(model_folder), dtype="float32"),
+        data=DataConfig(path="none"),
+        algorithm=AlgorithmConfig(
+            kl=KlConfig(coef=0.1, reference_path="no reference"), teacher=TeacherConfig(path="no teacher")
+        ),
+    )
+    assert build_policy(config, "cpu").device == "cpu"
+    with pytest.raises(UserError):
+        build_models(config, "cpu")
 
 
 @pytest.mark.parametrize(("estimator", "shares"), [("k3", True), ("full", False)])
