@@ -1,7 +1,7 @@
 """Describes what each process of a run is doing, and for how long, for the live view.
 
 Pure functions of process states, heartbeats of trainer ranks, their progress, the queue's report and the loads of
-engines; and ``EngineLoads``, which asks the engines.
+engines; and ``EngineWatch``, which asks the engines.
 """
 
 import asyncio
@@ -87,7 +87,7 @@ class SeenEngine:
         return self if self.silent_since is not None else replace(self, silent_since=asked)
 
 
-class EngineLoads:
+class EngineWatch:
     """Asks engines for their load, all at once, and remembers their last answers."""
 
     def __init__(self, token: Callable[[], str], clock: Callable[[], float] = time.time) -> None:

@@ -45,7 +45,7 @@ from rl_async.insight.live_figures import (
     unscored_text,
 )
 from rl_async.insight.live_roles import (
-    EngineLoads,
+    EngineWatch,
     Observed,
     counters_text,
     duration,
@@ -118,7 +118,7 @@ class View:
         # The queue's last answer, and when it was first asked without one since.
         self._inspection: Inspection | None = None
         self._asked_at: float | None = None
-        self._engines = EngineLoads(lambda: run_token(folder, "engines"))
+        self._engines = EngineWatch(lambda: run_token(folder, "engines"))
         self._warnings = LogWarnings(folder)
         # The heartbeats of an earlier start are out of date.
         self._began_at = time.time()

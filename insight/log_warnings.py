@@ -52,7 +52,7 @@ class RepeatedWarning:
 
     @property
     def line(self) -> str:
-        """Describe it on one line."""
+        """Describe the warning, its processes and its count on one line."""
         times = f" ({self.count:,} times so far)" if self.count > 1 else ""
         return f"{self.processes}{times}: {self.text}"
 

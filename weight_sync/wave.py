@@ -129,7 +129,7 @@ class RequestTimes:
         return mean_s if self._answered else max(mean_s, self._earlier_s)
 
     def begin(self) -> None:
-        """Begin an update."""
+        """Keep the measurements of the last update apart, and begin those of the next."""
         self._earlier_s = self.request_s
         self.requests, self._sum_s, self._answered = 0, 0.0, True
 

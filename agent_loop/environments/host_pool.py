@@ -79,7 +79,7 @@ class _Hosted:
 
 
 class HostedSession(_Hosted):
-    """An `OpenEnvironment` without roles."""
+    """An episode of an environment without roles, in its host process."""
 
     async def reset(self) -> list[Message]:
         return self._begun.messages
@@ -93,7 +93,7 @@ class HostedSession(_Hosted):
 
 
 class HostedGame(_Hosted, OpenGame):
-    """An `OpenGame`."""
+    """An episode of an environment with roles, in its host process."""
 
     def __init__(self, host: "HostLink", instance: int, begun: host_wire.Begun, timeout_s: float) -> None:
         super().__init__(host, instance, begun, timeout_s)

@@ -558,9 +558,9 @@ def _with_room(device: DeviceBudget, config: RunConfig, size: ModelSize) -> Devi
     least = config.rollout.max_model_len * size.kv_per_token * DTYPE_BYTES[config.model.dtype] // config.rollout.ranks
     if left < min(least, *caches):
         raise UserError(
-            f"memory of {device.device}: of {_gib(device.limit)} (launcher.device_memory) {_gib(left)} are left for "
+            f"memory of {device.device}: of {gib(device.limit)} (launcher.device_memory) {gib(left)} are left for "
             f"the KV cache of {engines[0].process}, and one sequence of rollout.max_model_len="
-            f"{config.rollout.max_model_len} tokens needs {_gib(least)}; lower that, or the rest: "
+            f"{config.rollout.max_model_len} tokens needs {gib(least)}; lower that, or the rest: "
             f"{_needs(found, 'rollout')}"
         )
     return found
@@ -571,9 +571,9 @@ def _checked(device: DeviceBudget, config: RunConfig) -> DeviceBudget:
     for stage in STAGES:
         if device.limit is not None and device.total(stage) > device.limit:
             raise UserError(
-                f"memory of {device.device}: stage '{stage}' of a step needs {_gib(device.total(stage))}, and "
-                f"launcher.device_memory={config.launcher.device_memory:g} of its {_gib(device.capacity or 0)} is "
-                f"{_gib(device.limit)}. Of that {_needs(device, stage)}"
+                f"memory of {device.device}: stage '{stage}' of a step needs {gib(device.total(stage))}, and "
+                f"launcher.device_memory={config.launcher.device_memory:g} of its {gib(device.capacity or 0)} is "
+                f"{gib(device.limit)}. Of that {_needs(device, stage)}"
             )
     return device
 
@@ -583,8 +583,9 @@ def _needs(device: DeviceBudget, stage: Stage) -> str:
     ascending = sorted(device.holders, key=lambda holder: holder.total(stage))
     of_roles = {holder.role: holder for holder in ascending}.values()
     largest = [holder for holder in reversed(ascending) if holder in of_roles]
-    return ". ".join(f"{one.process} needs {_gib(one.total(stage))}; {one.remedy(stage)}" for one in largest)
+    return ". ".join(f"{one.process} needs {gib(one.total(stage))}; {one.remedy(stage)}" for one in largest)
 
 
-def _gib(nbytes: int) -> str:
+def gib(nbytes: int) -> str:
+    """Format a number of bytes in GiB."""
     return f"{nbytes / 2**30:.2f} GiB"

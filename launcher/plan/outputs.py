@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from rl_async.configs.schema.run import RunConfig, TrackerName
 from rl_async.errors import ConfigError, UserError
 from rl_async.launcher.plan.artifacts import checkpoints
-from rl_async.launcher.plan.memory import ModelSize
+from rl_async.launcher.plan.memory import ModelSize, gib
 
 # A float32 weight and AdamW's two moments of it, in bytes. Checkpoints may hold the weights twice.
 SAVED_BYTES = 12
@@ -52,8 +52,8 @@ def check_disk(config: RunConfig, folder: Path, size: ModelSize | None) -> None:
     free = shutil.disk_usage(place).free
     if needed > free:
         raise UserError(
-            f"launcher.run_dir: {place.absolute()} has {_gib(free)} free, and the checkpoints that trainer."
-            f"keep_checkpoints={config.trainer.keep_checkpoints} keeps need at least {_gib(needed)}; free some of the "
+            f"launcher.run_dir: {place.absolute()} has {gib(free)} free, and the checkpoints that trainer."
+            f"keep_checkpoints={config.trainer.keep_checkpoints} keeps need at least {gib(needed)}; free some of the "
             "disk, name a folder on another, or keep fewer"
         )
 
@@ -105,7 +105,3 @@ def _swanlab_has_login() -> bool:
 
 
 _LOGINS: dict[TrackerName, Callable[[], bool]] = {"wandb": _wandb_has_login, "swanlab": _swanlab_has_login}
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB"

@@ -77,7 +77,7 @@ class Said(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 Tell = Callable[[Said], None]
 
 
-class _Heard:
+class _Reporting:
     """A Generator that keeps its newest answer, and reports the tokens of each while they are sampled."""
 
     def __init__(self, source: StreamingGenerator) -> None:
@@ -114,7 +114,7 @@ class Conversation:
 
     def __init__(self, subject: Subject, system: str = "", *, greedy: bool = False) -> None:
         self._partition = "eval" if greedy else "train"
-        self._subject, self._generator = subject, _Heard(subject.source)
+        self._subject, self._generator = subject, _Reporting(subject.source)
         self._opening: list[Message] = [{"role": "system", "content": system}] if system else []
         self._stack = contextlib.AsyncExitStack()
         self._episode: Episode | None = None
@@ -321,7 +321,7 @@ class HeldSubject:
         return self._task.done()
 
     async def close(self) -> None:
-        """Close the subject."""
+        """Let go of the subject, and wait until its connections and programs are closed."""
         self._over.set()
         with _ended_run():
             await self._task
@@ -396,7 +396,7 @@ class Chats:
         return self._held
 
     async def close(self) -> None:
-        """End all conversations."""
+        """End all conversations, and let go of their run or model."""
         for conversation in self._conversations.values():
             await conversation.close()
         self._conversations.clear()
@@ -509,7 +509,7 @@ class _Printer:
         self._console, self._probabilities = console, probabilities
 
     def tell(self, said: Said) -> None:
-        """Print the next part."""
+        """Print the next part of the answer."""
         print_, console = self._console.print, self._console
         if said.text:
             print_(Text(printable(said.text)), end="", soft_wrap=True)

@@ -12,6 +12,7 @@ from rl_async.configs.derived import eval_parts, label_of, parts
 from rl_async.configs.schema.data import DataSource
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.tool_schemas import schemas_of
+from rl_async.launcher.runs.rehearsal import load_chat
 from rl_async.launcher.sources import data_files
 from rl_async.messages import Task
 from rl_async.transfer_queue.chat_messages import prompt_length
@@ -139,19 +140,16 @@ def _rendered(tasks: Sequence[Task], path: str, config: RunConfig) -> Iterator[s
     if not Path(config.model.path).is_dir():
         yield f"prompts are not rendered: model.path: there is no folder {config.model.path} yet"
         return
-    # Importing transformers takes seconds.
-    from transformers import PreTrainedTokenizerFast
-
-    from rl_async.agent_loop.chat_formats.format_registry import load_format
+    # Imported only here, since it imports Transformers, which takes seconds.
     from rl_async.agent_loop.chat_formats.printed_parts import check_prompts
 
     schemas = {} if config.agent.gateway is not None else schemas_of(config.agent.tools)
     limit, length = config.data.max_prompt_tokens, prompt_length(config, schemas)
     long = sum(length(task) > limit for task in tasks)
     yield f"prompts of more than data.max_prompt_tokens={limit} tokens: {long:,}"
-    chat = load_format(config.model.path, config.agent)
+    chat, tokenizer = load_chat(config)
     if config.agent.gateway is None:
         check_prompts(((f"{path}, row {n}, column prompt", task) for n, task in enumerate(tasks)), lambda: chat)
     token_ids = chat.prompt(tasks[0].prompt, [*schemas.values()])
     yield f"the first prompt as the policy reads it, {len(token_ids)} tokens:"
-    yield str(PreTrainedTokenizerFast.from_pretrained(config.model.path).decode(token_ids))
+    yield str(tokenizer.decode(token_ids))

@@ -8,6 +8,7 @@ import asyncio
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -148,18 +149,22 @@ def _tools(config: RunConfig) -> tuple[str, ...]:
     return () if config.agent.gateway is not None else config.agent.tools
 
 
-def _prompt(config: RunConfig, task: Task) -> Iterator[tuple[str, str]]:
-    """Yield the first prompt as the policy gets it, and the tokens at which an answer ends."""
-    if config.agent.gateway is not None or not Path(config.model.path).is_dir():
-        return
+def load_chat(config: RunConfig) -> tuple[ChatFormat, Any]:
+    """Load the chat format of the policy, and its tokenizer, which decodes tokens with the special ones among them."""
     # Imported only here, since they take seconds.
     from transformers import PreTrainedTokenizerFast
 
     from rl_async.agent_loop.chat_formats.format_registry import load_format
 
-    chat = load_format(config.model.path, config.agent)
+    return load_format(config.model.path, config.agent), PreTrainedTokenizerFast.from_pretrained(config.model.path)
+
+
+def _prompt(config: RunConfig, task: Task) -> Iterator[tuple[str, str]]:
+    """Yield the first prompt as the policy gets it, and the tokens at which an answer ends."""
+    if config.agent.gateway is not None or not Path(config.model.path).is_dir():
+        return
+    chat, tokenizer = load_chat(config)
     token_ids = chat.prompt(task.prompt, list(schemas_of(_tools(config)).values()))
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(config.model.path)
     text = tokenizer.decode(token_ids)
     cut = f"\n... {len(text) - SHOWN} more characters" if len(text) > SHOWN else ""
     tools = ", and tools of the environment or of MCP servers" if config.agent.environment or config.agent.mcp else ""

@@ -790,7 +790,7 @@ class Inseparable(Exception):
 
 
 class Gone(BaseException):
-    """The program's process has ended."""
+    """An operation found that the program's process has ended."""
 
 
 class RemoteProgram:
@@ -995,9 +995,7 @@ CHANGING = (list, dict, set, bytearray, collections.deque)
 def packed(value: Any, other: Callable[[Any], Any]) -> Any:
     """Write a value for JSON: a mapping says what is neither a list nor plain; ``other`` writes an unknown object."""
     kind = type(value)
-    if value is None or kind in (bool, int, float):
-        return value
-    if kind is str:
+    if value is None or kind in (bool, int, float, str):
         return value
     if kind is list:
         return [packed(item, other) for item in value]

@@ -21,7 +21,8 @@ SCALARS = 16  # bytes: more that comes to the host at a time is no scalar or che
 aten = torch.ops.aten
 moved: list[int] = []  # sizes in bytes of what came to the host
 _memory: dict[int, StorageWeakRef] = {}  # of all tensors that are or were on the device
-_memory_lock = threading.RLock()  # tensors are made in several threads
+# Tensors are made in several threads.
+_memory_lock = threading.RLock()
 _at_return = 0  # bytes that were held when torch last gave back what it does not use
 _library: torch.library.Library | None = None
 

@@ -55,7 +55,7 @@ class ChatRows:
             np.save(folder / f"{name}.npy", getattr(self, name), allow_pickle=False)
 
     def __len__(self) -> int:
-        """Return the number of examples."""
+        """Count the examples: rows, or pairs of rows."""
         return len(self.ends) // self.each
 
     def rows_of(self, examples: Iterable[int]) -> list[int]:

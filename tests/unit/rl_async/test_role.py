@@ -80,6 +80,20 @@ def drain(descriptor: int) -> bytes:
     return b"".join(parts)
 
 
+def assert_all_arrives(out: SteadyOutput, reading: int) -> None:
+    """Write more than a pipe or a terminal holds before ``reading`` is read, and get every byte of it."""
+    lines = [b"line %06d\n" % number for number in range(2 * 65536 // 12)]
+    for line in lines:
+        out.write(line)
+    received = drain(reading)
+    while not received.endswith(lines[-1]):
+        out.settle(0.0)
+        received += drain(reading)
+    assert received == b"".join(lines)
+    out.close()
+    os.close(reading)
+
+
 def test_a_reader_that_is_gone_ends_nothing() -> None:
     reading, writing = os.pipe()
     out = SteadyOutput(writing, owned=True)
@@ -103,17 +117,7 @@ def test_a_terminal_that_nobody_reads_blocks_nothing_and_shows_every_line_later(
     master, terminal = pty.openpty()
     tty.setraw(terminal)
     out = SteadyOutput(terminal, owned=True)
-    lines = [b"line %06d\n" % number for number in range(100_000 // 12)]  # more than a terminal holds
-    for line in lines:
-        out.write(line)
-    os.set_blocking(master, False)
-    received = b""
-    while not received.endswith(lines[-1]):
-        out.settle(0.0)
-        received += drain(master)
-    assert received == b"".join(lines)
-    out.close()
-    os.close(master)
+    assert_all_arrives(out, master)
 
 
 @pytest.mark.parametrize("blocking", [True, False], ids=["as opened", "made non-blocking by another process"])
@@ -121,16 +125,7 @@ def test_a_reader_that_sleeps_blocks_nothing_and_gets_every_byte_later(blocking:
     reading, writing = os.pipe()
     os.set_blocking(writing, blocking)
     out = SteadyOutput(writing, owned=True)
-    lines = [b"line %06d\n" % number for number in range(2 * 65536 // 12)]  # more than a pipe holds
-    for line in lines:
-        out.write(line)
-    received = drain(reading)
-    while not received.endswith(lines[-1]):
-        out.settle(0.0)
-        received += drain(reading)
-    assert received == b"".join(lines)
-    out.close()
-    os.close(reading)
+    assert_all_arrives(out, reading)
 
 
 def test_what_nobody_reads_is_left_out_oldest_first_and_a_line_says_so() -> None:

@@ -269,7 +269,7 @@ class Engine:
         return load(4, int(time.monotonic() * 1e6))
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, since nothing is open."""
 
 
 def test_a_step_waits_for_no_engine_and_a_lost_one_is_left_out() -> None:

@@ -42,7 +42,7 @@ class Parrot:
             yield json.dumps(part).encode() + b"\n"
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, since nothing is open."""
 
 
 class Page:
