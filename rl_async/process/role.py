@@ -188,7 +188,7 @@ class ReaderGone(OutputFailed):
 
 
 class SteadyOutput(io.RawIOBase):
-    """Writes to a descriptor without ever raising or blocking.
+    """Writes to a descriptor without ever raising or blocking, in any thread and in signal handlers.
 
     Text that cannot be written yet is kept and tried again with the next write. Beyond KEPT_BYTES the oldest is left
     out, and a line says so. Once the reader is gone, everything is discarded. ``owned``: closing it closes the
@@ -202,6 +202,8 @@ class SteadyOutput(io.RawIOBase):
         self._kept = bytearray()
         self._left_out = 0
         self._gone = False
+        # Reentrant, since a signal handler may print while its own thread is writing; then it only leaves its text.
+        self._lock, self._passing = threading.RLock(), False
         self._poll = select.poll()
         self._poll.register(self._writes_to, select.POLLOUT)
 
@@ -220,9 +222,13 @@ class SteadyOutput(io.RawIOBase):
     def write(self, data: "ReadableBuffer", /) -> int:
         """Take all of ``data``, and write as much as its reader takes at once."""
         given = bytes(data)
-        if not self._gone:
+        with self._lock:
+            if self._gone:
+                return len(given)
             self._kept += given
-            self._pass_on(0.0)
+            if self._passing:
+                return len(given)
+            self._pass_on()
             if (excess := len(self._kept) - KEPT_BYTES) > 0:
                 end = self._kept.find(b"\n", excess) + 1 or len(self._kept)
                 self._left_out += end
@@ -240,27 +246,39 @@ class SteadyOutput(io.RawIOBase):
 
     def settle(self, seconds: float = LAST_S) -> None:
         """Write what is kept, waiting for a slow reader as long as it takes something every ``seconds``."""
-        self._pass_on(seconds)
+        taken = time.monotonic()
+        while True:
+            with self._lock:
+                before = len(self._kept)
+                waits = self._pass_on()
+                taken = time.monotonic() if len(self._kept) < before else taken
+            if not waits or time.monotonic() - taken >= seconds:
+                return
+            # Not within the lock, so that others can write meanwhile.
+            time.sleep(0.01)
 
-    def _pass_on(self, seconds: float) -> None:
-        """Write until nothing is kept, or until the reader took nothing for ``seconds``."""
-        waited = time.monotonic()
-        while self._kept and not self._gone and self._poll.poll(1000 * seconds):
-            if self._left_out:
-                told = b"\n... %d bytes are left out here, which nobody read in time\n" % self._left_out
-                self._kept[:0], self._left_out = told, 0
-            try:
-                del self._kept[: os.write(self._writes_to, self._kept[:PIECE])]
-                waited = time.monotonic()
-            except BlockingIOError:
-                if time.monotonic() - waited >= seconds:
-                    return
-                time.sleep(0.01)
-            except OSError as error:
-                if error.errno in NO_ROOM:
-                    return
-                self._gone = True
-                self._kept.clear()
+    def _pass_on(self) -> bool:
+        """Write as much as the reader takes at once; return whether it may take the rest later."""
+        self._passing = True
+        try:
+            while self._kept and not self._gone:
+                if not self._poll.poll(0):
+                    return True
+                if self._left_out:
+                    told = b"\n... %d bytes are left out here, which nobody read in time\n" % self._left_out
+                    self._kept[:0], self._left_out = told, 0
+                try:
+                    del self._kept[: os.write(self._writes_to, self._kept[:PIECE])]
+                except BlockingIOError:
+                    return True
+                except OSError as error:
+                    if error.errno in NO_ROOM:
+                        return False
+                    self._gone = True
+                    self._kept.clear()
+            return False
+        finally:
+            self._passing = False
 
 
 def _unblocked(descriptor: int) -> int:

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import tty
 from pathlib import Path
 
@@ -110,6 +111,65 @@ def test_a_terminal_that_is_gone_ends_nothing() -> None:
     os.close(master)
     assert out.write(b"a line\n") == 7
     out.close()
+
+
+@pytest.mark.timeout(60)
+def test_threads_write_at_the_same_time_and_every_line_arrives_once() -> None:
+    """Four threads, while a fifth reads slowly."""
+    reading, writing = os.pipe()
+    out, errors = SteadyOutput(writing, owned=True), list[BaseException]()
+    lines = {b"%d %06d\n" % (thread, number) for thread in range(4) for number in range(4_000)}
+
+    def write(thread: int) -> None:
+        try:
+            for number in range(4_000):
+                out.write(b"%d %06d\n" % (thread, number))
+        except BaseException as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        received = b""
+        while any(thread.is_alive() for thread in threads) or received.count(b"\n") < len(lines):
+            received += drain(reading)
+            out.settle(0.0)
+    finally:
+        sys.setswitchinterval(interval)
+    assert errors == []
+    assert sorted(received.splitlines(keepends=True)) == sorted(lines)
+    out.close()
+    os.close(reading)
+
+
+@pytest.mark.timeout(60)
+def test_what_a_signal_handler_prints_within_a_write_arrives_once_and_loses_nothing() -> None:
+    reading, writing = os.pipe()
+    out, printed, written = SteadyOutput(writing, owned=True), list[bytes](), list[bytes]()
+
+    def handle(*_: object) -> None:
+        printed.append(b"handler %06d\n" % len(printed))
+        out.write(printed[-1])
+
+    before = signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+    received = b""
+    try:
+        while len(printed) < 500:
+            written.append(b"line %06d\n" % len(written))
+            out.write(written[-1])
+            received += drain(reading)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    out.settle(0.0)
+    received += drain(reading)
+    assert sorted(received.splitlines(keepends=True)) == sorted([*printed, *written])
+    out.close()
+    os.close(reading)
 
 
 @pytest.mark.timeout(60)
