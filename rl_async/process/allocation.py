@@ -4,12 +4,15 @@ import contextlib
 import ctypes
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 # From malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 # The largest number of bytes that glibc takes.
 _OWN_MAPPING = 1 << 25
+
+# Other libraries need no call.
+_trim: Callable[[int], object] = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
 
 
 class _Collector:
@@ -49,6 +52,11 @@ def reuse_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _OWN_MAPPING)
         mallopt(_M_TRIM_THRESHOLD, 2 * _OWN_MAPPING)
+
+
+def give_back_freed_memory() -> None:
+    """Return to the system what malloc keeps of freed memory. glibc does so by itself only above all memory in use."""
+    _trim(0)
 
 
 @contextlib.contextmanager

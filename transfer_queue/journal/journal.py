@@ -18,7 +18,6 @@ changed bit there could be another reward, version or cursor. Journals of older 
 A folder on a file system that hosts share is refused.
 """
 
-import ctypes
 import errno
 import fcntl
 import logging
@@ -38,6 +37,7 @@ from rl_async.codec import Frame
 from rl_async.errors import JournalError, UserError
 from rl_async.files import UNDECODABLE, force_to_disk, make_durable_folder
 from rl_async.messages import RowKey
+from rl_async.process.allocation import give_back_freed_memory
 from rl_async.transfer_queue import transitions as t
 from rl_async.transfer_queue import wire
 
@@ -161,10 +161,6 @@ def freed_by(transition: t.Transition) -> Sequence[int] | None:
     return () if frees is None else frees(transition)
 
 
-# glibc returns memory freed below memory in use only on malloc_trim; other libraries need no call.
-trim: Callable[[int], object] = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
-
-
 class Payloads:
     """Rows by group and sample. The caller names samples as it likes: by index, or by index and attempt."""
 
@@ -206,7 +202,7 @@ class Payloads:
         del freed
         if self._peak - self._held > max(TRIM_BYTES, 3 * self._held):
             self._peak = self._held
-            trim(0)
+            give_back_freed_memory()
 
 
 class MemoryJournal:

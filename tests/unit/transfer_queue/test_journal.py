@@ -361,7 +361,7 @@ def test_a_lost_ledger_is_written_again_from_the_journal_that_is_within_the_run_
 
 def test_memory_is_given_back_when_much_was_freed(monkeypatch):
     given: list[int] = []
-    monkeypatch.setattr(payloads_module, "trim", lambda _: given.append(len(given)))
+    monkeypatch.setattr(payloads_module, "give_back_freed_memory", lambda: given.append(len(given)))
     monkeypatch.setattr(payloads_module, "TRIM_BYTES", 10)
     payloads = Payloads()
     for group in range(5):
