@@ -57,6 +57,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "plan": ("Simulate how to split devices between trainer and engines", run_commands.add_plan),
     "export": ("Write a checkpoint of a run as a Hugging Face folder", training_commands.add_export),
     "audit": ("Check that every admitted sample of a run was trained exactly once", run_commands.add_audit),
+    "docs": ("Print a page of the documentation of this version, or list them", run_commands.add_docs),
 }
 
 

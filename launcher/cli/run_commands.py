@@ -1,6 +1,6 @@
 """Commands on an existing run: show and explain it, serve its page, and act on its engines, queue and gateway.
 
-``show``, ``chat``, ``replay``, ``doctor``, ``profile``, ``plan``, ``audit``, ``view``, ``report``, ``trace``,
+``show``, ``chat``, ``replay``, ``doctor``, ``profile``, ``plan``, ``audit``, ``docs``, ``view``, ``report``, ``trace``,
 ``engine``, ``queue``, ``gateway``, ``play``. The modules that do the work are imported when a command runs.
 """
 
@@ -168,6 +168,34 @@ def _audit(arguments: argparse.Namespace) -> int:
     report = audit(arguments.run)
     print(report.text())
     return 0 if report.ok else 1
+
+
+def add_docs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("page", nargs="?", metavar="PAGE", help="such as docs/how-to/memory.md, or memory")
+    parser.set_defaults(command=_docs)
+
+
+def _docs(arguments: argparse.Namespace) -> int:
+    from importlib.resources import files
+
+    from rl_async.configs.suggestions import nearest
+
+    # The folder is a link to the repository's, and a copy of it in a wheel.
+    folder = Path(str(files("rl_async"))) / "docs"
+    pages = {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.md"))}
+    if arguments.page is None:
+        width = max(map(len, pages))
+        for name, path in pages.items():
+            title = path.read_text().partition("\n")[0].lstrip("# ")
+            print(f"{name:{width}}  {title}")
+        return 0
+    asked = arguments.page.removeprefix("docs/").partition("#")[0].removesuffix(".md")
+    named = [name for name in pages if asked in (name, name.rpartition("/")[2])]
+    if len(named) != 1:
+        either = f"either of {', '.join(named)}" if named else f"unknown page{nearest(asked, pages)}"
+        raise UserError(f"docs: {arguments.page}: {either}; `rl-async docs` lists them")
+    print(pages[named[0]].read_text(), end="")
+    return 0
 
 
 def add_view(parser: argparse.ArgumentParser) -> None:

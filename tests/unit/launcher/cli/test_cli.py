@@ -1,5 +1,6 @@
 """The command line as users meet it: exit codes and one clear line for each mistake."""
 
+import re
 import socket
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import pytest
 
 from rl_async import installation
 from rl_async.launcher.cli.__main__ import _parse, main
+
+DOCS = Path(__file__).parents[4] / "docs"
 
 
 @pytest.fixture(autouse=True)
@@ -267,3 +270,21 @@ def test_the_nearest_command_or_option_is_named(
 def test_the_nearest_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.yaml").touch()
     assert "mine.yaml" in only_error(capsys, "config", "show", "mien.yaml")
+
+
+def test_pages_named_in_messages_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["docs", "docs/how-to/memory.md"]) == 0
+    page = capsys.readouterr().out
+    assert page == (DOCS / "how-to/memory.md").read_text()
+    assert main(["docs", "memory"]) == 0
+    assert capsys.readouterr().out == page
+    assert main(["docs"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len([*DOCS.rglob("*.md")])
+
+
+@pytest.mark.parametrize(
+    ("page", "named"), [("memry", "how-to/memory"), ("clusters", "tutorials/clusters"), ("../README", "known|mean")]
+)
+def test_an_unknown_page_gets_the_nearest(page: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["docs", page]) == 2
+    assert re.search(named, capsys.readouterr().err)
