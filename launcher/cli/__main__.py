@@ -125,7 +125,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands, from which the reference of the command line is also generated."""
-    parser = Parser(prog="rl-async", description="Asynchronous reinforcement learning.")
+    parser = Parser(
+        prog="rl-async",
+        description="Asynchronous reinforcement learning.",
+        epilog="Messages name pages such as docs/how-to/memory.md: `rl-async docs PAGE` prints them.",
+    )
     parser.add_argument("--version", action=PrintVersions, help="print the versions of rl-async, torch and engines")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (summary, add_arguments) in COMMANDS.items():
