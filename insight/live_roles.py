@@ -149,6 +149,11 @@ def first_step_text(beat: Beat | None, steps: int) -> str:
     return f"{done}; step {beat.step}: {beat.phase}"
 
 
+def numbered(count: int, noun: str) -> str:
+    """Return the count with its noun: 1 group, 2,000 groups."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
 def progress_text(progress: Progress, now: float) -> str:
     """Describe how far a piece of work has come. A long silence of its process counts as part of the work."""
     text = f"{progress.done:,} of {progress.total:,} {progress.unit}"
@@ -175,7 +180,7 @@ def engine_text(seen: SeenEngine, now: float) -> str:
         return f"has not answered for {duration(now - (seen.silent_since or now))}"
     if seen.load is None:
         return "running"
-    work = f"sampling {seen.load.requests:,} requests" if seen.load.requests else "idle"
+    work = f"sampling {numbered(seen.load.requests, 'request')}" if seen.load.requests else "idle"
     if seen.load.tokens is None:
         return work
     speed = f", {seen.per_s:,.0f} per second" if seen.per_s is not None and seen.load.requests else ""
@@ -186,15 +191,14 @@ def worker_text(worker: WorkerRecord) -> str:
     """Describe the work of an agent worker that the queue knows."""
     if not worker.samples:
         return "idle, waits for work"
-    return (
-        f"playing {worker.samples:,} episodes of {worker.groups:,} groups, the oldest for {duration(worker.oldest_s)}"
-    )
+    episodes, groups = numbered(worker.samples, "episode"), numbered(worker.groups, "group")
+    return f"playing {episodes} of {groups}, the oldest for {duration(worker.oldest_s)}"
 
 
 def queue_text(report: Inspection, groups: int) -> str:
     """Describe the queue: the batch of ``groups`` groups that it collects, and who waits."""
     status = report.status
-    text = f"{status.ready} groups ready ({groups} are a batch), {status.leased} being played"
+    text = f"{numbered(status.ready, 'group')} ready ({groups} make a batch), {status.leased} being played"
     if status.slots_used >= status.slots and not status.leased:
         text += "; full, so workers wait for the trainer"
     else:

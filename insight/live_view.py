@@ -51,6 +51,7 @@ from rl_async.insight.live_roles import (
     duration,
     first_step_text,
     left_text,
+    numbered,
     progress_text,
     role_rows,
 )
@@ -309,7 +310,7 @@ class View:
         if warnings := self._warnings.newest_first:
             lines = [f"{duration(seen.now - one.last)} ago, {one.line}" for one in warnings[:MOST_WARNINGS]]
             if more := len(warnings) - MOST_WARNINGS:
-                lines += [f"and {more} other kinds; logs/*.log has them all"] if more > 0 else []
+                lines += [f"and {numbered(more, 'other kind')}; logs/*.log has them all"] if more > 0 else []
             panels.append(Panel(Text("\n".join(lines), style="yellow"), title="warnings", title_align="left"))
         if conversation is not None:
             step, recorded = conversation
