@@ -184,11 +184,21 @@ def _optimizer(t: Translation) -> None:
 
 
 def _algorithm(t: Translation) -> None:
-    """`grpo` is the reward less the mean of its group; the others have an objective of their own."""
-    name = t.take("orchestrator.algo.type", "grpo")
-    t.put("algorithm.advantage", "dr_grpo", "orchestrator.algo.type")
-    if name != "grpo":
-        t.missing.append(f"the algorithm orchestrator.algo.type={name}; there is grpo (dr_grpo here)")
+    """`grpo` is the reward less the mean of its group, `opd` a teacher's score of the sampled tokens."""
+    key = "orchestrator.algo.type"
+    name = t.take(key, "grpo")
+    t.put("algorithm.advantage", {"max_rl": "max_rl"}.get(name, "dr_grpo"), key)
+    if name == "opd":
+        url, model = (t.take(f"orchestrator.algo.teacher.{part}") for part in ("base_url", "name"))
+        if not (url and model):
+            raise ConfigError("orchestrator.algo.type=opd needs orchestrator.algo.teacher's name and base_url")
+        t.put("algorithm.teacher.endpoint", {"url": url, "model": model}, "orchestrator.algo.teacher")
+        t.notes.append(
+            "algorithm.teacher: its score is compared with the policy's when the batch is taken, the ratio is clipped as "
+            "for rewards, not on one side at 0.2 of probability, and the answers' rewards are measured only"
+        )
+    elif name not in ("grpo", "max_rl"):
+        t.missing.append(f"the algorithm {key}={name}; there are grpo (dr_grpo here), max_rl and opd")
 
 
 def _loss(t: Translation) -> None:

@@ -82,6 +82,7 @@ LOSSES: dict[str, Loss] = {
 ADVANTAGES: dict[str, Advantage] = {
     "grpo": Advantage(),
     "dr_grpo": Advantage(),
+    "max_rl": Advantage(),
     "grpo_passk": Advantage(row_is_episode=True, options=("passk_std",)),
     "gdpo": Advantage(needs=frozenset({"parts"}), options=("gdpo_weights",)),
     "rloo": Advantage(),

@@ -200,6 +200,17 @@ def dr_grpo(x: AdvantageInputs) -> Tensor:
     return x.spread(_groups(x).centred(x.rewards))
 
 
+def max_rl(x: AdvantageInputs) -> Tensor:
+    """A_i = (r_i - mean) / mean, and 0 in a group whose mean is not positive.
+
+    For rewards of 0 and 1, group size n makes it the gradient of the likelihood of success to order n: tasks that are
+    rarely solved weigh 1 / pass rate. Source: MaxRL (arXiv:2602.02710).
+    """
+    groups = _groups(x)
+    mean = groups.mean(x.rewards)
+    return x.spread(torch.where(mean > 0, groups.centred(x.rewards) / mean, 0.0))
+
+
 def rloo(x: AdvantageInputs) -> Tensor:
     """A_i = r_i - mean of the others = n / (n - 1) (r_i - mean). Source: RLOO (arXiv:2402.14740)."""
     groups = _groups(x)
@@ -387,6 +398,7 @@ def _second_ends(groups: Groups, ends: Tensor, scored: Tensor) -> Tensor:
 ADVANTAGES: dict[str, AdvantageFn] = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
+    "max_rl": max_rl,
     "grpo_passk": grpo_passk,
     "gdpo": gdpo,
     "rloo": rloo,

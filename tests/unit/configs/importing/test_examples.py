@@ -321,6 +321,18 @@ def test_further_keys_of_prime_rls(tmp_path: Path, given: str, key: str, value: 
     assert ours(tmp_path, "prime-rl", "rl.toml", PRIME_RL, given)[key] == value
 
 
+def test_prime_rls_algorithms(tmp_path: Path) -> None:
+    teacher = [
+        "orchestrator.algo.teacher.name=org/Large",
+        "orchestrator.algo.teacher.base_url=http://127.0.0.1:8001/v1",
+    ]
+    found = ours(tmp_path, "prime-rl", "rl.toml", PRIME_RL, "orchestrator.algo.type=opd", *teacher)
+    endpoint = [found[f"algorithm.teacher.endpoint.{key}"] for key in ("url", "model")]
+    assert endpoint == ["http://127.0.0.1:8001/v1", "org/Large"] and "algorithm.teacher.divergence" not in found
+    found = ours(tmp_path, "prime-rl", "rl.toml", PRIME_RL, "orchestrator.algo.type=max_rl")
+    assert found["algorithm.advantage"] == "max_rl"
+
+
 def test_prime_rls_warmup_counts_only_with_a_schedule_that_has_one(tmp_path: Path) -> None:
     schedule = ["trainer.scheduler.type=cosine", "trainer.scheduler.warmup_steps=3"]
     assert ours(tmp_path, "prime-rl", "rl.toml", PRIME_RL, *schedule)["trainer.warmup_steps"] == 3
@@ -339,6 +351,7 @@ def test_lengths_of_prime_rls_parts(tmp_path: Path) -> None:
     [
         ("[[orchestrator.train.source]]\nname = 'other'\n", "several"),
         ("[orchestrator.algo]\ntype = 'opd'\n", "orchestrator.algo"),
+        ("[orchestrator.algo]\ntype = 'rae'\n", "orchestrator.algo"),
         ("[trainer.loss]\ntype = 'custom'\n", "trainer.loss"),
         ("[model.vlm]\nvision = 'x'\n", "images"),
     ],

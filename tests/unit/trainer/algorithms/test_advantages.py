@@ -130,6 +130,14 @@ def dr_grpo(p: Plain) -> Rows:
     return p.spread(lambda i: p.rewards[i] - p.mean(i, p.rewards))
 
 
+def max_rl(p: Plain) -> Rows:
+    def row(i: int) -> float:
+        mean = p.mean(i, p.rewards)
+        return (p.rewards[i] - mean) / mean if mean > 0 else 0.0
+
+    return p.spread(row)
+
+
 def rloo(p: Plain) -> Rows:
     def row(i: int) -> float:
         n = p.size(i)
@@ -239,6 +247,7 @@ def token_baseline(p: Plain, *, by_column: bool) -> Rows:
 REFERENCES: dict[str, Callable[[Plain], Rows]] = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
+    "max_rl": max_rl,
     "grpo_passk": grpo_passk,
     "gdpo": gdpo,
     "rloo": rloo,
@@ -409,7 +418,7 @@ def test_gpg_counts_groups_of_equal_rewards_as_without_signal_whatever_rounding_
     assert got[:, 0].tolist() == pytest.approx([0, 0, 0, -5 / 2 * 0.5, 5 / 2 * 0.5])
 
 
-GROUP_NAMES = ["grpo", "dr_grpo", "grpo_passk", "gdpo", "rloo", "gpg", "reinforce_plus_plus_baseline"]
+GROUP_NAMES = ["grpo", "dr_grpo", "max_rl", "grpo_passk", "gdpo", "rloo", "gpg", "reinforce_plus_plus_baseline"]
 
 
 @pytest.mark.parametrize("name", GROUP_NAMES)
@@ -451,7 +460,7 @@ def test_one_episode_of_many_rows_is_a_group_of_one(name: str, rows: int) -> Non
     assert x.weights.sum().item() == pytest.approx(1)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "gpg", "grpo_passk", "gdpo"])
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "max_rl", "rloo", "gpg", "grpo_passk", "gdpo"])
 @pytest.mark.parametrize("rows", [2, 6, 9])
 def test_an_episode_counts_once_however_many_rows_it_became(name: str, rows: int) -> None:
     single = ADVANTAGES[name](edge_inputs([1.0, 0.0, 0.5, 2.0, 0.0], [0, 0, 0, 1, 1]))
@@ -464,6 +473,13 @@ def test_an_episode_counts_once_however_many_rows_it_became(name: str, rows: int
         single, split = single / single[1], split / split[rows]
     assert torch.allclose(split[:rows], single[:1].expand(rows, 1))
     assert torch.allclose(split[rows:], single[1:])
+
+
+def test_max_rl_weighs_tasks_by_their_rarity_and_is_0_without_a_positive_mean() -> None:
+    """One success in four weighs 3, three in four 1/3; rewards that a penalty made negative say nothing."""
+    rewards = [1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, -1.0, -2.0]
+    got = ADVANTAGES["max_rl"](edge_inputs(rewards, [0] * 4 + [1] * 4 + [2] * 2))[:, 0]
+    assert got.tolist() == pytest.approx([3, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1, 0, 0])
 
 
 def test_opo_weighs_an_episode_by_the_tokens_of_all_its_rows() -> None:
