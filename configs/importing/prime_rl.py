@@ -194,8 +194,8 @@ def _algorithm(t: Translation) -> None:
             raise ConfigError("orchestrator.algo.type=opd needs orchestrator.algo.teacher's name and base_url")
         t.put("algorithm.teacher.endpoint", {"url": url, "model": model}, "orchestrator.algo.teacher")
         t.notes.append(
-            "algorithm.teacher: its score is compared with the policy's when the batch is taken, the ratio is clipped as "
-            "for rewards, not on one side at 0.2 of probability, and the answers' rewards are measured only"
+            "algorithm.teacher: its score is compared with the policy's when the batch is taken, the ratio is clipped "
+            "as for rewards, not on one side at 0.2 of probability, and the answers' rewards are measured only"
         )
     elif name not in ("grpo", "max_rl"):
         t.missing.append(f"the algorithm {key}={name}; there are grpo (dr_grpo here), max_rl and opd")
