@@ -325,6 +325,8 @@ def test_prime_rls_algorithms(tmp_path: Path) -> None:
     teacher = [
         "orchestrator.algo.teacher.name=org/Large",
         "orchestrator.algo.teacher.base_url=http://127.0.0.1:8001/v1",
+        # Rows that ranks share cannot be scored by a server.
+        "trainer.model.cp=1",
     ]
     found = ours(tmp_path, "prime-rl", "rl.toml", PRIME_RL, "orchestrator.algo.type=opd", *teacher)
     endpoint = [found[f"algorithm.teacher.endpoint.{key}"] for key in ("url", "model")]
