@@ -282,7 +282,8 @@ def _play(t: Translation, source: dict[str, Any]) -> None:
     curriculum = source.get("curriculum") or {}
     key = "orchestrator.train.source"
     ranges = [gate for gate in (curriculum.get("gates") or {}).values() if gate.get("type") == "advantage_range"]
-    if ranges:
+    # A teacher has no advantage of an episode, and teaches groups of equal rewards, too.
+    if ranges and "algorithm.teacher.endpoint" not in t.ours:
         t.put("algorithm.shaping.dynamic_sampling", True, key)
     if any(gate.get("reject_min") or gate.get("reject_max") for gate in ranges):
         t.notes.append(f"{key}.curriculum: only groups without any advantage are drawn anew here, whatever the range")
