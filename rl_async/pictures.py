@@ -1,0 +1,264 @@
+"""Images of vision-language models: decoding them safely, and the tokens and tower inputs that stand for them.
+
+``read_picture`` decodes bytes from strangers within limits. ``PictureProcessor`` turns an image into a ``Picture`` by
+the model's own Hugging Face image processor, and expands the marks that a chat template prints. Agent workers, engines
+and the trainer all use it, so that every part of a run sees the same tokens and pixels. To add a family of models, add
+it to ``FAMILIES``; its test compares it with the family's Hugging Face processor. Neither video nor audio is read.
+"""
+
+import hashlib
+import io
+import struct
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from rl_async.errors import DataError, UserError
+from rl_async.model_files import read_object
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Limits of one image: its file, and its pixels once decoded, which take four bytes each.
+MOST_BYTES = 20 << 20
+MOST_PIXELS = 50_000_000
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+# Bytes of encoded images that a processor keeps.
+CACHE_BYTES = 256 << 20
+# Pillow's decoders raise these for damaged files.
+_DAMAGED = (
+    *(OSError, SyntaxError, ValueError, EOFError, OverflowError, IndexError, TypeError, KeyError),
+    *(struct.error, zlib.error, Image.DecompressionBombError, Image.DecompressionBombWarning),
+)
+
+
+def read_picture(data: bytes) -> Image.Image:
+    """Decode a PNG, JPEG, WebP or the first frame of a GIF as RGB, turned as its EXIF data say.
+
+    Transparent pixels are blended with white, and 16-bit grey levels keep their upper byte. Raises DataError for other
+    formats, damaged files, and images above ``MOST_BYTES`` or ``MOST_PIXELS``, before their pixels take memory.
+    """
+    if len(data) > MOST_BYTES:
+        raise DataError(f"an image has {len(data):,} bytes, more than {MOST_BYTES:,}; shrink it")
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            width, height = image.size
+            if width * height > MOST_PIXELS:
+                raise DataError(f"an image has {width} x {height} pixels, more than {MOST_PIXELS:,}; shrink it")
+            image.load()
+            return _rgb(ImageOps.exif_transpose(image))
+    except _DAMAGED as error:
+        formats = ", ".join(FORMATS)
+        raise DataError(f"an image of {len(data)} bytes is damaged, or none of {formats}: {error}") from error
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):
+        image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).astype(np.uint8))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image as a model reads it.
+
+    Attributes:
+        tokens: The ids that stand for it in a prompt.
+        inputs: The vision tower's arguments by name; those of several images are concatenated along their first axis.
+    """
+
+    tokens: list[int]
+    inputs: dict[str, np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        return 8 * len(self.tokens) + sum(array.nbytes for array in self.inputs.values())
+
+
+class PictureProcessor:
+    """Encodes images for one model. Its methods may be called from several threads.
+
+    Attributes:
+        mark: The id that a chat template prints where an image stands.
+        image_token: The id within ``Picture.tokens`` whose embeddings the tower's features replace.
+    """
+
+    def __init__(self, model: str, family: "_Family", processor: Any) -> None:
+        self._model, self._family, self._processor = model, family, processor
+        self.mark, self.image_token = self._family.mark, self._family.image_token
+        self._lock = threading.Lock()
+        self._cache: OrderedDict[bytes, Picture] = OrderedDict()
+        self._cached_bytes = 0
+
+    @classmethod
+    def load(cls, model: str) -> "PictureProcessor | None":
+        """Load the processor of a model's folder; None if the model reads no images.
+
+        Raises UserError if its family is not covered, or files of its processor are missing.
+        """
+        from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+
+        file = Path(model) / "config.json"
+        stored = read_object(file, "model.path") if file.is_file() else {}
+        if "vision_config" not in stored:
+            return None
+        kind = stored.get("model_type")
+        if kind not in FAMILIES:
+            raise UserError(
+                f"model.path={model}: images of models of type {kind} are not supported; use one of "
+                f"{', '.join(FAMILIES)}"
+            )
+        try:
+            # Torchvision's resampling differs from Pillow's in the last bits, so it would split a run's processes.
+            processor = AutoImageProcessor.from_pretrained(model, backend="pil", trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+            config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise UserError(f"model.path={model}: cannot load its image processor: {error}") from error
+        return cls(model, FAMILIES[kind](config, processor, tokenizer), processor)
+
+    def encode(self, data: bytes) -> Picture:
+        """Encode an image file. Raises DataError if it cannot be decoded, or the model does not take its shape."""
+        key = hashlib.sha256(data).digest()
+        with self._lock:
+            if (found := self._cache.get(key)) is not None:
+                self._cache.move_to_end(key)
+                return found
+        image = read_picture(data)
+        try:
+            outputs = dict(self._processor(image, return_tensors="np", **self._family.options))
+        except ValueError as error:
+            size = f"{image.width} x {image.height}"
+            raise DataError(f"the processor of {self._model} refuses an image of {size} pixels: {error}") from error
+        tokens = self._family.tokens(outputs)
+        picture = Picture(tokens, {name: self._family.input(name, outputs) for name in self._family.names})
+        with self._lock:
+            if key not in self._cache:
+                self._cache[key] = picture
+                self._cached_bytes += picture.nbytes
+            while self._cached_bytes > CACHE_BYTES:
+                _, oldest = self._cache.popitem(last=False)
+                self._cached_bytes -= oldest.nbytes
+        return picture
+
+    def expand(self, ids: Sequence[int], images: Sequence[bytes]) -> tuple[list[int], list[int]]:
+        """Replace each mark of a prompt by the tokens of its image, in order.
+
+        Returns the ids, and the index of each image's first token. Raises DataError unless there is one image per mark.
+        """
+        marks = [place for place, token in enumerate(ids) if token == self.mark]
+        if len(marks) != len(images):
+            raise DataError(f"a prompt has {len(marks)} marks of images and {len(images)} images; give one per mark")
+        expanded, positions, start = [], [], 0
+        for place, data in zip(marks, images, strict=True):
+            self._family.join(expanded, ids[start:place])
+            tokens, before = self.encode(data).tokens, len(expanded)
+            # A newline may join the first token to the one before.
+            joined = self._family.join(expanded, tokens)
+            positions.append(before - joined)
+            start = place + 1
+        self._family.join(expanded, ids[start:])
+        return expanded, positions
+
+
+# --- Families of models
+
+
+class _Family(NamedTuple):
+    """How a family writes images.
+
+    ``tokens`` makes an image's ids from the outputs of its image processor, which is called with ``options``, and
+    ``names`` are those that the tower reads; ``nested`` outputs have an axis for the prompt before that for its images.
+    ``newlines`` has the id of each run of newlines that is one token, if such runs stand at the ends of an image.
+    """
+
+    mark: int
+    image_token: int
+    tokens: Callable[[Mapping[str, Any]], list[int]]
+    names: tuple[str, ...]
+    options: Mapping[str, bool] = {}
+    nested: bool = False
+    newlines: Mapping[int, int] = {}
+
+    def input(self, name: str, outputs: Mapping[str, Any]) -> np.ndarray:
+        array = np.asarray(outputs[name])
+        return array[0] if self.nested else array
+
+    def join(self, ids: list[int], more: Sequence[int]) -> bool:
+        """Append ids; return whether the first became one token with the last, as a tokenizer would have made it."""
+        lengths = {token: length for length, token in self.newlines.items()}
+        if ids and more and ids[-1] in lengths and more[0] in lengths:
+            both = self.newlines.get(lengths[ids[-1]] + lengths[more[0]])
+            if both is not None:
+                ids[-1:] = [both, *more[1:]]
+                return True
+        ids.extend(more)
+        return False
+
+
+def _qwen(config: Any, processor: Any, _: "PreTrainedTokenizerBase") -> _Family:
+    """Qwen2.5-VL and Qwen3-VL: one token for each ``merge_size`` x ``merge_size`` patches."""
+    image = config.image_token_id
+
+    def tokens(outputs: Mapping[str, Any]) -> list[int]:
+        return [image] * int(np.prod(outputs["image_grid_thw"]) // processor.merge_size**2)
+
+    return _Family(image, image, tokens, ("pixel_values", "image_grid_thw"))
+
+
+def _idefics(config: Any, _: Any, tokenizer: "PreTrainedTokenizerBase") -> _Family:
+    """Idefics3 and SmolVLM: tiles row by row, then the whole image, each of as many tokens as the tower has features.
+
+    The layout is that of ``Idefics3Processor.replace_image_token``.
+    """
+    image, vision = config.image_token_id, config.vision_config
+    features = (vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2
+
+    def tokens(outputs: Mapping[str, Any]) -> list[int]:
+        rows, columns = int(outputs["rows"][0][0]), int(outputs["cols"][0][0])
+        mark, around = tokenizer.convert_ids_to_tokens(image), "<fake_token_around_image>"
+        text = ""
+        for row in range(rows):
+            for column in range(columns):
+                text += f"{around}<row_{row + 1}_col_{column + 1}>{mark}"
+            text += "\n"
+        text += ("\n" if rows else "") + f"{around}<global-img>{mark}{around}"
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return [token for one in ids for token in ([one] * features if one == image else [one])]
+
+    names, options = ("pixel_values", "pixel_attention_mask"), {"return_row_col_info": True}
+    return _Family(image, image, tokens, names, options, nested=True)
+
+
+def _gemma(config: Any, _: Any, tokenizer: "PreTrainedTokenizerBase") -> _Family:
+    """Gemma 3: ``mm_tokens_per_image`` tokens between blank lines; crops of the image are not made.
+
+    The layout is that of ``Gemma3Processor``. As in vLLM's ``gemma3_mm.py``, blank lines become one token with the
+    newlines around them.
+    """
+    image, begin, end = config.image_token_index, config.boi_token_index, config.eoi_token_index
+    runs = {length: tokenizer.encode("\n" * length, add_special_tokens=False) for length in range(1, 32)}
+    tokens = [*runs[2], begin, *[image] * config.mm_tokens_per_image, end, *runs[2]]
+    newlines = {length: ids[0] for length, ids in runs.items() if len(ids) == 1}
+    # The family's processor turns crops off, whatever its image processor's file says.
+    options = {"do_pan_and_scan": False}
+    return _Family(begin, image, lambda _: tokens.copy(), ("pixel_values",), options, newlines=newlines)
+
+
+FAMILIES: dict[str, Callable[[Any, Any, Any], _Family]] = {
+    "qwen2_5_vl": _qwen,
+    "qwen3_vl": _qwen,
+    "idefics3": _idefics,
+    "smolvlm": _idefics,
+    "gemma3": _gemma,
+}
