@@ -74,7 +74,7 @@ class Picture:
 
     Attributes:
         tokens: The ids that stand for it in a prompt.
-        inputs: The vision tower's arguments by name; those of several images are concatenated along their first axis.
+        inputs: The vision tower's arguments by name; ``PictureProcessor.arguments`` joins those of several images.
     """
 
     tokens: list[int]
@@ -170,6 +170,30 @@ class PictureProcessor:
         self._family.join(expanded, ids[start:])
         return expanded, positions
 
+    def arguments(self, pictures: Sequence[Picture]) -> dict[str, np.ndarray]:
+        """Join the inputs of one or more images as the model's ``get_image_features`` takes them."""
+        joined = {name: np.concatenate([one.inputs[name] for one in pictures]) for name in pictures[0].inputs}
+        return {name: array[None] if self._family.nested else array for name, array in joined.items()}
+
+    def rope_positions(self, length: int, images: Sequence[tuple[int, Picture]]) -> np.ndarray | None:
+        """Compute the rotary positions of a row of ``length`` tokens in time, height and width, int64 [3, length].
+
+        ``images`` are in order, each with the index of its first token. Returns None for a model that counts tokens.
+        The formula is M-RoPE's (Qwen2-VL, arXiv:2409.12191, section 2.1): an image's tokens stand at their row and
+        column beyond the position before, and the text goes on behind the larger side.
+        """
+        if self._family.merge is None:
+            return None
+        steps, positions = np.ones(length, np.int64), np.zeros((3, length), np.int64)
+        for start, picture in images:
+            _, height, width = picture.inputs["image_grid_thw"][0] // (1, self._family.merge, self._family.merge)
+            stop = start + height * width
+            steps[start:stop] = 0
+            steps[stop - 1] = max(height, width)
+            grid = np.indices((1, height, width)).reshape(3, -1)
+            positions[:, start:stop] = grid
+        return positions + np.cumsum(steps) - steps
+
 
 # --- Families of models
 
@@ -179,7 +203,8 @@ class _Family(NamedTuple):
 
     ``tokens`` makes an image's ids from the outputs of its image processor, which is called with ``options``, and
     ``names`` are those that the tower reads; ``nested`` outputs have an axis for the prompt before that for its images.
-    ``newlines`` has the id of each run of newlines that is one token, if such runs stand at the ends of an image.
+    ``newlines`` has the id of each run of newlines that is one token, if such runs stand at the ends of an image, and
+    ``merge`` the side of a square of patches that is one token, if positions follow rows and columns of an image.
     """
 
     mark: int
@@ -189,6 +214,7 @@ class _Family(NamedTuple):
     options: Mapping[str, bool] = {}
     nested: bool = False
     newlines: Mapping[int, int] = {}
+    merge: int | None = None
 
     def input(self, name: str, outputs: Mapping[str, Any]) -> np.ndarray:
         array = np.asarray(outputs[name])
@@ -208,12 +234,12 @@ class _Family(NamedTuple):
 
 def _qwen(config: Any, processor: Any, _: "PreTrainedTokenizerBase") -> _Family:
     """Qwen2.5-VL and Qwen3-VL: one token for each ``merge_size`` x ``merge_size`` patches."""
-    image = config.image_token_id
+    image, merge = config.image_token_id, processor.merge_size
 
     def tokens(outputs: Mapping[str, Any]) -> list[int]:
-        return [image] * int(np.prod(outputs["image_grid_thw"]) // processor.merge_size**2)
+        return [image] * int(np.prod(outputs["image_grid_thw"]) // merge**2)
 
-    return _Family(image, image, tokens, ("pixel_values", "image_grid_thw"))
+    return _Family(image, image, tokens, ("pixel_values", "image_grid_thw"), merge=merge)
 
 
 def _idefics(config: Any, _: Any, tokenizer: "PreTrainedTokenizerBase") -> _Family:

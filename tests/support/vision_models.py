@@ -19,7 +19,15 @@ from transformers import (
 
 from tests.support.tiny_models import byte_tokenizer
 
-IMAGE = {"qwen2_5_vl": "<|image_pad|>", "qwen3_vl": "<|image_pad|>", "gemma3": "<start_of_image>"}
+_QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
+# What templates print where an image stands.
+IMAGE = {
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+    "idefics3": "<image>",
+    "smolvlm": "<image>",
+    "gemma3": "<start_of_image>",
+}
 _TILES = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
 _MARKS = [
     *("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *_TILES),
@@ -49,7 +57,6 @@ _TOWER: dict[str, Any] = {
     "image_size": 32,
     "patch_size": 8,
 }
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm", "gemma3")
 
 
 def vision_tokenizer() -> PreTrainedTokenizerFast:

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from transformers import (
+    AutoModelForImageTextToText,
     Gemma3Processor,
     Idefics3Processor,
     PreTrainedTokenizerFast,
@@ -71,7 +73,7 @@ def conversation(draw: random.Random, family: str) -> tuple[str, list[bytes]]:
         for _ in range(draw.randint(0, 3)):
             text += draw.choice(["see", "\n", " and\n\n", "\n\n\nthen ", ""])
             if draw.random() < 0.6:
-                text += IMAGE.get(family, "<image>")
+                text += IMAGE[family]
                 images.append(drawing(draw.randrange(9), draw.randint(8, 64), draw.randint(8, 64)))
         text += "<|im_end|>\n"
     return text, images
@@ -95,13 +97,28 @@ def test_tokens_and_inputs_equal_those_of_the_familys_processor(
             found = ids[position : position + len(tokens)]
             assert [t == processor.image_token for t in found] == [t == processor.image_token for t in tokens]
         if images:
-            encoded = [processor.encode(image).inputs for image in images]
-            for name in encoded[0]:
-                joined = np.concatenate([one[name] for one in encoded])
-                whole = np.asarray(expected[name])
-                assert np.array_equal(joined, whole[0] if whole.ndim == joined.ndim + 1 else whole)
+            inputs = processor.arguments([processor.encode(image) for image in images])
+            assert inputs and all(np.array_equal(array, expected[name]) for name, array in inputs.items())
         seen += len(images)
     assert seen > conversations
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_positions_equal_the_models_rope_index(family: str, tmp_path: Path) -> None:
+    processor, tokenizer, draw = saved(family, tmp_path), vision_tokenizer(), random.Random(family)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(vision_config(family, tokenizer)).model
+    for _ in range(20):
+        text, images = conversation(draw, family)
+        ids, starts = processor.expand(tokenizer.encode(text, add_special_tokens=False), images)
+        pictures = [processor.encode(image) for image in images]
+        found = processor.rope_positions(len(ids), list(zip(starts, pictures, strict=True)))
+        assert found is not None
+        tokens = torch.tensor([ids])
+        grids = torch.tensor(np.concatenate([one.inputs["image_grid_thw"] for one in pictures])) if pictures else None
+        kinds = (tokens == processor.image_token).int()
+        expected, _ = model.get_rope_index(tokens, mm_token_type_ids=kinds, image_grid_thw=grids)
+        assert np.array_equal(found, expected[:, 0].numpy())
 
 
 def test_a_processor_is_absent_for_text_models_and_refused_for_unknown_families(tmp_path: Path) -> None:
