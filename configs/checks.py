@@ -506,6 +506,8 @@ def options(c: RunConfig) -> str | None:
         return "weight_sync.folder is only used by weight_sync.transport=disk; set both, or leave it out"
     if sync.adapters and c.trainer.lora is None:
         return "weight_sync.adapters sends the adapters of trainer.lora; set both, or leave it out"
+    if c.trainer.lora is not None and c.trainer.vision_learning_rate:
+        return "trainer.lora trains adapters of the language model alone; leave trainer.vision_learning_rate out"
     if sync.adapters and sync.delta:
         return "weight_sync.delta saves nothing with weight_sync.adapters, which change entirely; use one of them"
     if sync.staged and c.mode == "colocated":
@@ -603,6 +605,7 @@ FSDP2_ONLY = (
     "compile",
     "lora",
     "kernels",
+    "vision_learning_rate",
 )
 
 

@@ -175,6 +175,14 @@ class PictureProcessor:
         joined = {name: np.concatenate([one.inputs[name] for one in pictures]) for name in pictures[0].inputs}
         return {name: array[None] if self._family.nested else array for name, array in joined.items()}
 
+    def blank(self) -> dict[str, np.ndarray]:
+        """Return ``arguments`` of a small white image, or of one tile of it."""
+        file = io.BytesIO()
+        Image.new("RGB", (32, 32), "white").save(file, "PNG")
+        white = self.encode(file.getvalue())
+        tiles = {name: array[:1] if self._family.nested else array for name, array in white.inputs.items()}
+        return self.arguments([Picture(white.tokens, tiles)])
+
     def rope_positions(self, length: int, images: Sequence[tuple[int, Picture]]) -> np.ndarray | None:
         """Compute the rotary positions of a row of ``length`` tokens in time, height and width, int64 [3, length].
 

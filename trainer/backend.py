@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_async.configs.schema.trainer import TrainerConfig
+from rl_async.pictures import PictureProcessor
 from rl_async.trainer.batch_layout import RowCost
 from rl_async.trainer.packing import Tensors
 from rl_async.trainer.ranks import DataParallel
@@ -88,11 +89,13 @@ class Backend(Protocol):
     Attributes:
         row_cost: How much work a row is; rows are divided among ranks by it.
         replays_routers: Whether tokens go through the experts that engines recorded (``Tensors.experts``).
+        pictures: Encodes the images of rows; None if the model reads none.
     """
 
     device: str
     row_cost: RowCost
     replays_routers: bool
+    pictures: PictureProcessor | None
     data_parallel: DataParallel
 
     def forward(self, batch: Tensors, requested: frozenset[OutputName] = frozenset()) -> Outputs:

@@ -13,7 +13,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -47,6 +47,7 @@ class BatchSource(Protocol):
 
     def reserve(self, step: int, stopping: Callable[[], bool]) -> Reserved | None: ...
     def fetch(self, headers: Sequence[TrajectoryHeader]) -> list[Trajectory]: ...
+    def fetch_media(self, rows: Sequence[Trajectory]) -> dict[str, bytes]: ...
     def commit(self, step: int) -> None: ...
     def checkpointed(self, step: int) -> None: ...
     def snapshot(self) -> bytes: ...
@@ -108,6 +109,10 @@ class QueueSource:
             self._on_mismatch(self._reserved_step, error.tokens_hash)
             raise
 
+    def fetch_media(self, rows: Sequence[Trajectory]) -> dict[str, bytes]:
+        """Fetch the bytes, by SHA-256, of all media that rows show. Raises RowsLost."""
+        return self._queue.fetch_media(rows) if any(row.media for row in rows) else {}
+
     def commit(self, step: int) -> None:
         self._queue.commit(step)
 
@@ -142,6 +147,14 @@ class RecordedSource:
     def fetch(self, headers: Sequence[TrajectoryHeader]) -> list[Trajectory]:
         return [self._rows[header.key] for header in headers]
 
+    def fetch_media(self, rows: Sequence[Trajectory]) -> dict[str, bytes]:
+        """Raise UserError for rows with images, since recordings do not hold them."""
+        if any(row.media for row in rows):
+            raise UserError(
+                f"{self._folder}: images of its episodes were not recorded, so they cannot be trained again"
+            )
+        return {}
+
     def commit(self, step: int) -> None:
         """Do nothing: no queue waits for a replayed batch."""
 
@@ -157,12 +170,16 @@ class RecordedSource:
 
 @dataclass(frozen=True)
 class Batch:
-    """A reserved batch: every header, and the payloads of the rows that this data-parallel rank trains."""
+    """A reserved batch: every header, and the payloads of the rows that this data-parallel rank trains.
+
+    ``media`` are the bytes, by SHA-256, that these rows show.
+    """
 
     step: int
     headers: Sequence[TrajectoryHeader]
     plan: list[MiniBatch]
     rows: dict[RowKey, Trajectory]
+    media: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def plan_batch(
@@ -198,8 +215,11 @@ def take_batch(
         mine.sort(key=lambda header: header.key)
         changed: RowsChanged | None = None
         rows: list[Trajectory] | None = None
+        media: Mapping[str, bytes] = {}
         try:
-            rows = source.fetch(mine)
+            fetched = source.fetch(mine)
+            media = source.fetch_media(fetched)
+            rows = fetched
         except RowsLost as error:
             log.warning("step %d: %s", step, error)
         except RowsChanged as error:
@@ -208,7 +228,7 @@ def take_batch(
         if not intact:
             raise changed or RowsChanged(f"step {step}: rows of another rank changed; its log names them", {})
         if same and rows is not None:
-            return Batch(step, headers, plan, {row.key: row for row in rows})
+            return Batch(step, headers, plan, {row.key: row for row in rows}, media)
 
 
 def agreed(headers: Sequence[TrajectoryHeader], *, intact: bool, fetched: bool) -> tuple[bool, bool]:

@@ -47,8 +47,8 @@ def write_described(folder: Path, config: Any, tokenizer: str | None, complete: 
     """Write what other tools read beside the shards of ``folder``: a Hugging Face folder, and a value head if there is
     one.
 
-    ``config`` is the model's; ``tokenizer`` is the folder of the tokenizer and of the generation config to copy, None
-    for a model without logits.
+    ``config`` is the model's; ``tokenizer`` is the folder of the tokenizer, the processors and the generation config to
+    copy, None for a model without logits.
     Unless ``complete`` the folder has no weights. Not a collective. Raises UserError as ``write_model`` does.
     """
     target = folder / MODEL_FOLDER
@@ -64,12 +64,22 @@ def write_described(folder: Path, config: Any, tokenizer: str | None, complete: 
         save_file({name.removeprefix(VALUE_HEAD): shards.whole(name) for name in names}, folder / VALUE_HEAD_FILE)
 
 
+# The processors of a vision-language model, and a template that older ones keep apart from the tokenizer's.
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
+
+
 def copy_text_files(source: Path, target: Path) -> None:
-    """Copy what a model needs to read and write text: its tokenizer, and its generation config, which may name more
-    tokens that end a turn than the tokenizer does."""
+    """Copy what a model needs to read and write: its tokenizer, the processors of its images, and its generation
+    config, which may name more tokens that end a turn than the tokenizer does."""
     AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(target)
-    if (source / GENERATION_CONFIG).is_file():
-        shutil.copy(source / GENERATION_CONFIG, target)
+    for name in (GENERATION_CONFIG, *PROCESSOR_FILES):
+        if (source / name).is_file():
+            shutil.copy(source / name, target)
 
 
 def write_model(folder: Path, target: Path | None = None) -> None:

@@ -48,10 +48,32 @@ FAMILIES: dict[str, Callable[[Any], LogitForm]] = {
 }
 
 
+# Models that read images and can be packed, and the language models that only occur within them.
+VISION = ("qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm")
+VISION_TEXT: dict[str, Callable[[Any], LogitForm]] = {"qwen2_5_vl_text": plain, "qwen3_vl_text": plain}
+# Models whose tokens of an image attend to all others of the same image.
+BIDIRECTIONAL = ("gemma3",)
+
+
+def text_of(config: Any) -> Any:
+    """Return the Hugging Face config of the language model, which is part of that of a vision-language model."""
+    return config.get_text_config() if reads_images(config) else config
+
+
+def reads_images(config: Any) -> bool:
+    """Return whether this is the Hugging Face config of a vision-language model."""
+    return getattr(config, "vision_config", None) is not None
+
+
 def why_padded(config: Any) -> str | None:
     """Why a model with this Hugging Face config cannot be packed; None if it can."""
-    if config.model_type not in FAMILIES:
-        return f"models of type {config.model_type} are not known to keep packed rows apart"
+    if config.model_type in BIDIRECTIONAL:
+        return "tokens of an image attend to later ones"
+    text = text_of(config)
+    kind = config.model_type if reads_images(config) and config.model_type not in VISION else text.model_type
+    if kind not in FAMILIES | VISION_TEXT:
+        return f"models of type {kind} are not known to keep packed rows apart"
+    config = text
     others = set(getattr(config, "layer_types", None) or ()) - LAYERS
     if others:
         return f"it has layers of type {', '.join(sorted(others))}"
@@ -66,6 +88,8 @@ def why_padded(config: Any) -> str | None:
 
 def why_not_shared(config: Any, size: int) -> str | None:
     """Why rows of a model with this Hugging Face config cannot be shared by so many ranks; None if they can."""
+    if reads_images(config):
+        return "ranks do not share rows of models that read images"
     if reason := why_padded(config):
         return f"its rows cannot be packed: {reason}"
     if config.num_attention_heads % size:
@@ -75,7 +99,8 @@ def why_not_shared(config: Any, size: int) -> str | None:
 
 def logit_form(config: Any) -> LogitForm:
     """Return how a model that can be packed makes its logits."""
-    return FAMILIES[config.model_type](config)
+    text = text_of(config)
+    return (FAMILIES | VISION_TEXT)[text.model_type](text)
 
 
 MEGATRON_FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe")

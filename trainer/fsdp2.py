@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from rl_async.configs.schema.trainer import TrainerConfig
-from rl_async.errors import TrainingDiverged
+from rl_async.errors import TrainingDiverged, UserError
 from rl_async.torch_shared import to_host
 from rl_async.trainer.attention import NAME, join_groups, packed_attention
 from rl_async.trainer.backend import LossFn, OutputName, Outputs, Published, learning_rate_factor
@@ -33,6 +33,7 @@ from rl_async.trainer.export import (
     write_adapter,
     write_described,
 )
+from rl_async.trainer.families import text_of
 from rl_async.trainer.lora import adapters, attach, base_alone, draw, merged, without_adapters
 from rl_async.trainer.model import MODEL_FOLDER, Head, build_headed, replay_routers
 from rl_async.trainer.packing import Tensors
@@ -72,11 +73,18 @@ class Fsdp2Backend:
             self._targets = attach(model.lm, self._lora, self.dtype)
         if config is not None and head != "value":
             replay_routers(model, options)
+            if config.vision_learning_rate is not None and model.pictures is None:
+                raise UserError(f"trainer.vision_learning_rate: model.path={path} has no vision tower; leave it out")
+        trains_tower = config is not None and self._lora is None and config.vision_learning_rate != 0
+        model.train_tower(trains_tower)
         self.replays_routers = model.replay is not None
         self.hf_config = model.lm.config
-        self.row_cost = row_cost_of(self.hf_config, padded=not model.packs, shares_prefixes=model.shares_prefixes)
+        self.pictures = model.pictures
+        self.row_cost = row_cost_of(
+            text_of(self.hf_config), padded=not model.packs, shares_prefixes=model.shares_prefixes
+        )
         self._offloads = options.cpu_offload
-        prepare(model.lm.base_model.layers, options)
+        prepare(model.decoder.layers, options)
         self._replicas = options.replicas
         mesh = mesh_of(device, dist.get_world_size(), options.replicas, options.collective_timeout_s)
         self.model = shard(model, mesh, self.dtype, self._offloads)
@@ -89,8 +97,19 @@ class Fsdp2Backend:
         if config is None:
             self.model.requires_grad_(False)
         else:
+            trained = [parameter for _, parameter in self._trained()]
+            tower = {parameter for part in self.model.tower for parameter in part.parameters()}
+            groups: list[dict[str, Any]] = [{"params": trained}]
+            if config.vision_learning_rate:
+                groups = [
+                    {"params": [parameter for parameter in trained if parameter not in tower]},
+                    {
+                        "params": [parameter for parameter in trained if parameter in tower],
+                        "lr": config.vision_learning_rate,
+                    },
+                ]
             self.optimizer = torch.optim.AdamW(
-                (parameter for _, parameter in self._trained()),
+                groups,
                 lr=config.learning_rate,
                 betas=(config.beta1, config.beta2),
                 weight_decay=config.weight_decay,
@@ -318,7 +337,7 @@ def shard(model: Any, mesh: DeviceMesh, dtype: torch.dtype, cpu_offload: bool = 
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     keep = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
     spread = functools.partial(fully_shard, mesh=mesh, offload_policy=keep)
-    for layer in model.lm.base_model.layers:
+    for layer in model.decoder.layers:
         spread(layer, mp_policy=policy)
     if model.value_head is not None:
         spread(model.value_head, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))

@@ -68,7 +68,13 @@ def draw(lm: Any) -> None:
 
 def chosen(lm: Any, targets: tuple[str, ...]) -> list[str]:
     """The full names of the decoder's linear layers that are meant; the last layer, over the vocabulary, is none."""
-    linear = [name for name, part in lm.named_modules() if type(part) is torch.nn.Linear and ".layers." in f".{name}"]
+    # A vision tower has layers, too.
+    decoder = set(lm.get_decoder().modules())
+    linear = [
+        name
+        for name, part in lm.named_modules()
+        if type(part) is torch.nn.Linear and ".layers." in f".{name}" and part in decoder
+    ]
     last = {name.rpartition(".")[2] for name in linear}
     if wrong := [target for target in targets if target not in last]:
         raise UserError(

@@ -19,22 +19,24 @@ A layer gets the record as an argument, so that it is there again when the layer
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import DataError, UserError
 from rl_async.model_files import experts_of
+from rl_async.pictures import PictureProcessor
 from rl_async.torch_shared import bfloat16_products, output_logits, widened
 from rl_async.trainer.attention import NAME, Sharing, gathered
 from rl_async.trainer.backend import OutputName, Outputs, policy_outputs
-from rl_async.trainer.families import LogitForm, logit_form, why_not_shared, why_padded
+from rl_async.trainer.families import LogitForm, logit_form, reads_images, text_of, why_not_shared, why_padded
+from rl_async.trainer.images import Images, embedded
 from rl_async.trainer.packing import Packed, PackedTree, Tensors, pack, pack_tree
 from rl_async.trainer.pretrained import Pretrained, StoredWeights, skeleton
 
@@ -67,22 +69,57 @@ class ValueHead(torch.nn.Linear):
 class Headed(torch.nn.Module):
     """A language model with its heads.
 
-    ``lm`` is a Hugging Face causal LM, or with head "value" the decoder without its logits. Ranks that share rows pass
-    the same ones, and each gets the outputs of all of their tokens.
+    ``lm`` is a Hugging Face causal LM, or with head "value" the decoder without its logits; either may have a vision
+    tower, whose images ``pictures`` encodes. Ranks that share rows pass the same ones, and each gets the outputs of all
+    of their tokens.
     """
 
     def __init__(self, lm: Any, head: Head, sharing: Sharing | None = None, shares_prefixes: bool = False) -> None:
         super().__init__()
         self.lm = lm
-        self.value_head = None if head == "policy" else ValueHead(lm.config.hidden_size)
+        self.value_head = None if head == "policy" else ValueHead(text_of(lm.config).hidden_size)
         self.has_logits = head != "value"
         self.packs = why_padded(lm.config) is None
         self.sharing = sharing
         self.shares_prefixes = shares_prefixes
         self.replay: RouterReplay | None = None
+        self.pictures: PictureProcessor | None = None
+        self._blank: Mapping[str, Tensor] | None = None
+
+    @property
+    def decoder(self) -> Any:
+        """The language model without its last layer, and without a vision tower."""
+        base = self.lm.base_model
+        return base if self.pictures is None else base.get_decoder()
+
+    @property
+    def tower(self) -> list[Any]:
+        """The modules that only images go through: the vision tower and its projector."""
+        return (
+            []
+            if self.pictures is None
+            else [part for part in self.lm.base_model.children() if part is not self.decoder]
+        )
+
+    def train_tower(self, trains: bool) -> None:
+        """Freeze the vision tower, or train it, even with micro-batches that show no image.
+
+        Ranks exchange the gradients of all that trains, so that each has to have them.
+        """
+        for part in self.tower:
+            part.requires_grad_(trains)
+        if trains and self.pictures is not None:
+            self._blank = {name: torch.from_numpy(array) for name, array in self.pictures.blank().items()}
 
     def outputs(self, batch: Tensors, requested: frozenset[OutputName]) -> Outputs:
-        """Run a micro-batch: packed if the model can be, computing shared prefixes once, and padded otherwise."""
+        """Run a micro-batch: packed if the model can be, computing shared prefixes once, and padded otherwise.
+
+        Raises DataError for rows with images if the model reads none.
+        """
+        if batch.images is not None and self.pictures is None:
+            raise DataError(
+                "rows show images, and a reference, critic or teacher reads none; give it a vision-language model"
+            )
         if not self.packs:
             return Outputs(**self(batch, requested))
         if self.replay is not None and batch.experts is not None:
@@ -113,14 +150,17 @@ class Headed(torch.nn.Module):
 
     def _packed(self, packed: Packed | PackedTree, requested: frozenset[OutputName]) -> dict[str, Tensor | None]:
         inputs = packed.backbone_inputs()
+        if (images := self._images(packed)) is not None:
+            del inputs["input_ids"]
+            inputs |= embedded(self.lm, packed.tokens, images)
         if self.sharing is not None:
             inputs["sharing_ranks"] = self.sharing.group
         outputs: dict[str, Tensor | None] = {}
         if self.replay is None or packed.experts is None:
-            states = self.lm.base_model(**inputs).last_hidden_state[0]
+            states = self.decoder(**inputs).last_hidden_state[0]
         else:
             self.replay.begin()
-            states = self.lm.base_model(**inputs, routed_experts=packed.experts).last_hidden_state[0]
+            states = self.decoder(**inputs, routed_experts=packed.experts).last_hidden_state[0]
             outputs["agreement"] = packed.predicting(self.replay.end()[:, None])[:, 0]
         hidden = packed.predicting(states)
         if self.has_logits:
@@ -134,14 +174,23 @@ class Headed(torch.nn.Module):
 
     def _padded(self, batch: Tensors, requested: frozenset[OutputName]) -> dict[str, Tensor | None]:
         """Run a padded batch: padding stands behind every real token, where causal attention never looks."""
+        inputs: dict[str, Any] = {"input_ids": batch.tokens}
+        if (images := self._images(batch)) is not None:
+            inputs = embedded(self.lm, batch.tokens, images)
         if not self.has_logits:
-            hidden = self.lm(input_ids=batch.tokens, use_cache=False).last_hidden_state
+            hidden = self.lm(**inputs, use_cache=False).last_hidden_state
             return {"values": self._values(hidden[:, :-1])}
-        out = self.lm(input_ids=batch.tokens, use_cache=False, output_hidden_states="values" in requested)
+        out = self.lm(**inputs, use_cache=False, output_hidden_states="values" in requested)
         logits = out.logits[:, :-1].float() / batch.temperature
         outputs = policy_outputs(logits, batch.tokens[:, 1:], requested - {"values"})
         values = self._values(out.hidden_states[-1][:, :-1]) if "values" in requested else None
         return {name: getattr(outputs, name) for name in outputs.__struct_fields__} | {"values": values}
+
+    def _images(self, batch: Packed | PackedTree | Tensors) -> Images | None:
+        """The images to embed: those of the batch, or a blank one that no token shows."""
+        if batch.images is not None or self._blank is None or not torch.is_grad_enabled():
+            return batch.images
+        return Images(self._blank, torch.full_like(batch.tokens, -1), positions=None)
 
     def _values(self, hidden: Tensor) -> Tensor:
         assert self.value_head is not None, "values are requested of a model without a value head"
@@ -165,7 +214,9 @@ def build_headed(
     options = options or TrainerConfig()
     saved = Path(path) / MODEL_FOLDER
     folder = saved if saved.is_dir() else Path(path)
-    kind: Any = AutoModel if head == "value" else AutoModelForCausalLM
+    pictures = PictureProcessor.load(str(folder))
+    whole: Any = AutoModelForCausalLM if pictures is None else AutoModelForImageTextToText
+    kind: Any = AutoModel if head == "value" else whole
     key, what = ("critic.path", "decoder") if head == "value" else ("model.path", "causal LM")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -182,6 +233,7 @@ def build_headed(
     if apart := why_prefixes_apart(lm.config, device, options):
         log.info("%s: what rows of %s begin with is computed for each of them: %s", key, path, apart)
     model = Headed(lm, head, sharing, shares_prefixes=apart is None)
+    model.pictures = pictures
     weights = Path(path) / VALUE_HEAD_FILE
     if model.value_head is not None and weights.is_file():
         model.value_head.load_state_dict(load_file(weights))
@@ -377,9 +429,10 @@ def _add_product(total: Tensor, dz: Tensor, hidden: Tensor) -> None:
 # --- Kernels
 
 
-def attention_implementation(config: Any) -> str:
+def attention_implementation(config: Any) -> str | dict[str, str]:
     """The attention implementation of Transformers to load a model with, from its Hugging Face config."""
-    return NAME if why_padded(config) is None else "sdpa"
+    decoder = NAME if why_padded(config) is None else "sdpa"
+    return {"text_config": decoder, "vision_config": "sdpa"} if reads_images(config) else decoder
 
 
 def why_prefixes_apart(config: Any, device: str, options: TrainerConfig) -> str | None:

@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from rl_async.errors import DataError
 from rl_async.messages import Trajectory
+from rl_async.trainer.images import FIRST_FEATURE, Images
 
 # A run of fewer tokens is not worth a node of its own, which costs every layer calls.
 LEAST = 8
@@ -157,6 +158,7 @@ class Tensors(msgspec.Struct):
         mask: Whether token t+1 is trained.
         tree: The prefixes that rows share, for a model that computes them once.
         experts: The experts that the engines chose, -1 where they were not recorded; on the host.
+        images: The images that rows show; None without any.
     """
 
     tokens: Tensor  # int64 [B, T]
@@ -165,6 +167,7 @@ class Tensors(msgspec.Struct):
     temperature: Tensor  # float32 [B, 1, 1]
     tree: PrefixTree | None = None
     experts: Tensor | None = None  # int16 [B, T, layers, k]
+    images: Images | None = None
 
     @property
     def computed(self) -> int:
@@ -179,8 +182,10 @@ def collate(
     mask: Tensor | None = None,
     share_prefixes: bool = False,
     replay_routers: bool = False,
+    images: Images | None = None,
 ) -> Tensors:
-    """Pad rows to a micro-batch on ``device``. ``mask`` [B, T-1] has the tokens that train, by default all sampled.
+    """Pad rows to a micro-batch on ``device``. ``mask`` [B, T-1] has the tokens that train, by default all sampled;
+    ``images`` are those of the rows.
 
     Raises DataError if rows whose routers are to be replayed name experts of different models.
     """
@@ -189,14 +194,21 @@ def collate(
     for i, row in enumerate(rows):
         tokens[i, : len(row.token_ids)], sampled[i, : len(row.token_ids)] = row.token_ids, row.loss_mask
     experts = _experts(rows, shape[1]) if replay_routers else None
+    # Tokens that show different images are different, and positions follow from the images before.
+    known = (
+        tokens
+        if images is None
+        else np.where((shown := images.features.cpu().numpy()) < 0, tokens, FIRST_FEATURE + shown)
+    )
     lengths, temperatures = zip(*((len(row.token_ids), row.sampling.temperature or 1.0) for row in rows), strict=True)
     return Tensors(
         tokens=torch.from_numpy(tokens).to(device),
         lengths=torch.tensor(lengths),
         mask=(torch.from_numpy(sampled[:, 1:]) if mask is None else mask).to(device),
         temperature=torch.tensor(temperatures, device=device)[:, None, None],
-        tree=prefix_tree(tokens, lengths, temperatures, experts=experts) if share_prefixes else None,
+        tree=prefix_tree(known, lengths, temperatures, experts=experts) if share_prefixes else None,
         experts=None if experts is None else torch.from_numpy(experts),
+        images=images,
     )
 
 
@@ -239,6 +251,7 @@ class Packed:
         places: Index of these in the flattened results, [B, T-1].
         shape: B and T-1.
         experts: The experts to replay, -1 to leave a token to the router.
+        images: The images that tokens show.
     """
 
     tokens: Tensor  # int64 [1, N]
@@ -250,6 +263,7 @@ class Packed:
     places: Tensor  # int64 [M]
     shape: tuple[int, int]
     experts: Tensor | None = None  # int16 [N, layers, k]
+    images: Images | None = None
 
     def backbone_inputs(self) -> dict[str, Any]:
         """Arguments of a decoder of Transformers; ``packed_borders``, int32, are those of the row's sequences."""
@@ -316,6 +330,7 @@ def pack(batch: Tensors) -> Packed:
         places=places.to(device),
         shape=(rows, width - 1),
         experts=experts,
+        images=None if batch.images is None else batch.images.packed(source),
     )
 
 
@@ -347,6 +362,7 @@ class PackedTree:
         places: Index of these tokens in the flattened results, [B, T-1].
         shape: B and T-1.
         experts: The experts to replay, -1 to leave a token to the router.
+        images: The images that tokens show.
     """
 
     tokens: Tensor  # int64 [1, N]
@@ -359,6 +375,7 @@ class PackedTree:
     places: Tensor  # int64 [K]
     shape: tuple[int, int]
     experts: Tensor | None = None  # int16 [N, layers, k]
+    images: Images | None = None
 
     def backbone_inputs(self) -> dict[str, Any]:
         """Arguments of a decoder of Transformers; our attention reads ``packed_tree``."""
@@ -406,6 +423,7 @@ def pack_tree(batch: Tensors, tree: PrefixTree) -> PackedTree:
         places=on_device(np.concatenate(cells)),
         shape=(rows, width - 1),
         experts=None if batch.experts is None else on_device(batch.experts.flatten(0, 1).numpy()[tree.places]),
+        images=None if batch.images is None else batch.images.packed(source),
     )
 
 

@@ -97,11 +97,11 @@ class StoredWeights:
             raise UserError(f"{self.key}: {error}") from error
 
 
-def skeleton(kind: Any, config: Any, attention: str) -> Any:
+def skeleton(kind: Any, config: Any, attention: str | dict[str, str]) -> Any:
     """Build a float32 model in evaluation mode whose parameters have no memory; its buffers are computed as ever.
 
-    ``kind`` is an auto class of Transformers, and ``attention`` the implementation to use. Raises ValueError if
-    Transformers has no such model for the config.
+    ``kind`` is an auto class of Transformers, and ``attention`` the implementation to use, or one for each part.
+    Raises ValueError if Transformers has no such model for the config.
     """
     with _without_memory():
         model = kind.from_config(config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False)

@@ -31,6 +31,7 @@ from rl_async.trainer.algorithms.rows import Rows, on_tokens, row_sums
 from rl_async.trainer.backend import LossFn, Outputs, Reference
 from rl_async.trainer.batch_layout import cost_imbalance, mask_bound, token_imbalance
 from rl_async.trainer.batches import Batch, MicroBatch, WholeBatch, assemble, gather
+from rl_async.trainer.images import lay_images
 from rl_async.trainer.packing import collate, empty_tensors
 from rl_async.trainer.ranks import DataParallel
 from rl_async.trainer.records import TokenOutcomes
@@ -69,7 +70,7 @@ def update(
     whole = assemble(ranks, batch, mask_bound(config), trains)
     payloads = {i: batch.rows[headers[i].key] for mini in batch.plan for rows in mini.ranks[ranks.rank] for i in rows}
     minis = [
-        [micro_batch(rows, payloads, whole, models, row_cost.shares_prefixes) for rows in mini.ranks[ranks.rank]]
+        [micro_batch(rows, payloads, batch.media, whole, models) for rows in mini.ranks[ranks.rank]]
         for mini in batch.plan
     ]
     micros = [micro for mini in minis for micro in mini]
@@ -148,9 +149,16 @@ def require_rewards(batch: Batch) -> None:
 
 
 def micro_batch(
-    rows: list[int], payloads: Mapping[int, Trajectory], whole: WholeBatch, models: Models, shares_prefixes: bool
+    rows: list[int],
+    payloads: Mapping[int, Trajectory],
+    media: Mapping[str, bytes],
+    whole: WholeBatch,
+    models: Models,
 ) -> MicroBatch:
-    """Put the tensors of some of this rank's rows on the device: what a model reads, and the mask."""
+    """Put the tensors of some of this rank's rows on the device: what a model reads, and the mask.
+
+    Raises DataError if a row has ``media`` that the policy cannot read.
+    """
     device = models.policy.device
     if not rows:
         return MicroBatch(rows, empty_tensors(device), whole.rows)
@@ -159,8 +167,9 @@ def micro_batch(
         own,
         device=device,
         mask=whole.rows.pad(whole.mask, rows, max(max(len(row.token_ids) for row in own) - 1, 1)),
-        share_prefixes=shares_prefixes,
+        share_prefixes=models.row_cost.shares_prefixes,
         replay_routers=models.policy.replays_routers,
+        images=lay_images(own, media, models.policy.pictures, device),
     )
     if models.policy.replays_routers and tensors.experts is None:
         warn_unrecorded()

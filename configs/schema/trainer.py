@@ -35,6 +35,13 @@ class ProfileConfig(Config, frozen=True):
 class TrainerConfig(Config, frozen=True):
     backend: Annotated[Literal["fsdp2", "megatron"], doc("Training backend.")] = "fsdp2"
     learning_rate: Annotated[float, Meta(gt=0, description="Peak learning rate of AdamW.")] = 1e-6
+    vision_learning_rate: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        doc(
+            "fsdp2: peak learning rate of a vision-language model's vision tower and its projector; 0 freezes them; "
+            "null: trainer.learning_rate, and frozen with trainer.lora."
+        ),
+    ] = None
     steps: Annotated[Positive, doc("Trainer steps in the run.")] = 100
     ranks: Annotated[Positive, doc("Trainer processes.")] = 1
     tensor_parallel: Annotated[

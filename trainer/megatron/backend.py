@@ -44,6 +44,7 @@ from rl_async.trainer.backend import LossFn, OutputName, Outputs, Published
 from rl_async.trainer.batch_layout import row_cost_of
 from rl_async.trainer.checkpoints import write_shards
 from rl_async.trainer.export import SHARDS, require_whole, write_described
+from rl_async.trainer.families import text_of
 from rl_async.trainer.megatron.mapping import Shape, config_key
 from rl_async.trainer.megatron.model import (
     Axis,
@@ -294,7 +295,9 @@ class MegatronBackend:
         self.device, self.path, self._complete = device, path, config.checkpoint_hf
         self.dtype = getattr(torch, dtype)
         self.hf_config = _hf_config(path, config_key(head))
-        self.row_cost = row_cost_of(self.hf_config)
+        self.row_cost = row_cost_of(text_of(self.hf_config))
+        # Its families read no images.
+        self.pictures = None
         with self._megatron():
             parallel = join_groups(config)
             self.data_parallel = parallel.data_parallel

@@ -55,6 +55,7 @@ class Table:
     device = "cpu"
     row_cost = RowCost()
     replays_routers = False
+    pictures = None
 
     def __init__(self) -> None:
         self.table = torch.full((VOCAB,), -4.0, dtype=torch.float64, requires_grad=True)
@@ -367,6 +368,7 @@ class MixedTable:
     device = "cpu"
     row_cost = RowCost()
     replays_routers = False
+    pictures = None
 
     def __init__(self) -> None:
         draw = torch.Generator().manual_seed(0)
@@ -537,6 +539,7 @@ class Markov:
     device = "cpu"
     row_cost = RowCost()
     replays_routers = False
+    pictures = None
 
     def __init__(self) -> None:
         draw = torch.Generator().manual_seed(0)

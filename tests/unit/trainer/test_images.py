@@ -1,0 +1,135 @@
+"""Rows with images, by every family of vision-language models: as one row at a time of the plain Hugging Face model."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+
+from rl_async.errors import DataError
+from rl_async.messages import Media, Sampling, Trajectory
+from rl_async.pictures import FAMILIES, PictureProcessor
+from rl_async.trainer.backend import Outputs
+from rl_async.trainer.families import why_padded
+from rl_async.trainer.fsdp2 import allocate
+from rl_async.trainer.images import lay_images
+from rl_async.trainer.model import Headed, build_headed
+from rl_async.trainer.packing import Tensors, collate
+from tests.support.rounding import in_float64, to_float64
+from tests.support.vision_models import IMAGE, drawing, save_vision_model, vision_tokenizer
+
+# Both sides compute in float64, from weights in which gradients are between 1e-6 and 10.
+CLOSE: dict[str, float] = {"rtol": 1e-9, "atol": 1e-12}
+# Small, as large, and large enough for tiles.
+A, B, C, LARGE = drawing(0), drawing(1), drawing(2), drawing(3, 64, 48)
+BYTES = {Media.of(data, "image/png", 0).sha256: data for data in (A, B, C, LARGE)}
+ROWS: list[tuple[str, list[bytes]]] = [
+    ("compare * with * now|the left one is larger", [A, B]),
+    ("compare * with * now|neither of them", [A, B]),
+    # The same tokens as above, but another second image.
+    ("compare * with * now|neither of them", [A, C]),
+    ("no image at all|indeed", []),
+    ("*|", [LARGE]),
+    ("what is *? A dot. And *?|a line", [LARGE, A]),
+]
+
+
+def row(family: str, processor: PictureProcessor, number: int, text: str, images: Sequence[bytes]) -> Trajectory:
+    """A row whose images stand at each ``*``, and whose tokens are sampled behind the ``|``."""
+    tokenizer = vision_tokenizer()
+    prompt, _, answer = text.rpartition("|")
+    prompt_ids = tokenizer.encode(prompt.replace("*", IMAGE[family]), add_special_tokens=False)
+    ids, places = processor.expand(prompt_ids, images)
+    sampled = tokenizer.encode(answer, add_special_tokens=False)
+    tokens = np.array(ids + sampled, np.int32)
+    return Trajectory(
+        task_id="t",
+        group_id=0,
+        sample=number,
+        attempt=0,
+        episode_id=f"0.{number}",
+        token_ids=tokens,
+        loss_mask=np.arange(len(tokens)) >= len(ids),
+        logprobs=np.zeros(len(tokens), np.float32),
+        versions=[],
+        sampling=Sampling(temperature=0.5),
+        reward=0.0,
+        media=[Media.of(data, "image/png", place) for data, place in zip(images, places, strict=True)],
+    )
+
+
+def built(folder: Path, head: Any = "policy") -> Headed:
+    """The trainer's model, without FSDP."""
+    model, pretrained = build_headed(str(folder), head)
+    allocate(model, "cpu")
+    model.lm.tie_weights()
+    pretrained.fill(dict(model.lm.named_parameters()) | dict(model.lm.named_buffers()))
+    if model.value_head is not None:
+        torch.nn.init.normal_(model.value_head.weight)
+    return model
+
+
+def batch(rows: Sequence[Trajectory], processor: PictureProcessor, *, share: bool) -> Tensors:
+    return collate(rows, device="cpu", share_prefixes=share, images=lay_images(rows, BYTES, processor, device="cpu"))
+
+
+def plain_inputs(row: Trajectory, processor: PictureProcessor, family: str) -> dict[str, Tensor]:
+    """The arguments of a Hugging Face model for one row."""
+    tokens = torch.from_numpy(row.token_ids).long()[None]
+    inputs = {"input_ids": tokens}
+    if row.media:
+        pictures = [processor.encode(BYTES[medium.sha256]) for medium in row.media]
+        inputs |= {name: torch.from_numpy(array) for name, array in processor.arguments(pictures).items()}
+        kinds = "mm_token_type_ids" if family.startswith("qwen") else "token_type_ids"
+        if family not in ("idefics3", "smolvlm"):
+            inputs[kinds] = (tokens == processor.image_token).long()
+    return inputs
+
+
+def weighted(logprobs: Sequence[Tensor]) -> Tensor:
+    """A loss that no two tokens share alike."""
+    return sum((one * torch.linspace(0.5, 1.5, len(one)).to(one)).mean() for one in logprobs)  # type: ignore[return-value]
+
+
+def rows_of(outputs: Tensor | None, tensors: Tensors) -> list[Tensor]:
+    assert outputs is not None
+    return [one[: length - 1] for one, length in zip(outputs, tensors.lengths.tolist(), strict=True)]
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_rows_equal_rows_alone_in_results_and_gradients(family: str, share: bool, tmp_path: Path) -> None:
+    save_vision_model(family, tmp_path)
+    model, plain = built(tmp_path), AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation="eager")
+    processor = model.pictures
+    assert processor is not None
+    assert model.packs == (why_padded(plain.config) is None) == (family != "gemma3")
+    rows = [row(family, processor, number, *each) for number, each in enumerate(ROWS)]
+    tensors = batch(rows, processor, share=share)
+    to_float64(model), to_float64(plain)
+    with in_float64():
+        tensors.temperature = tensors.temperature.double()
+        found = rows_of(model.outputs(tensors, frozenset()).logprobs, tensors)
+        expected = []
+        for each in rows:
+            logits = plain(**plain_inputs(each, processor, family)).logits[0, :-1] / 0.5
+            expected.append(logits.log_softmax(-1).gather(1, torch.from_numpy(each.token_ids[1:, None]).long())[:, 0])
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, **CLOSE)
+        weighted(found).backward()
+        weighted(expected).backward()
+    gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    for name, parameter in model.lm.named_parameters():
+        if gradients[name] is None:
+            assert parameter.grad is None or not parameter.grad.any(), name
+        else:
+            assert parameter.grad is not None, name
+            torch.testing.assert_close(
+                parameter.grad, gradients[name], **CLOSE, msg=lambda text, n=name: f"{n}: {text}"
+            )
+    seen = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+    assert any("vis" in name for name in seen)
