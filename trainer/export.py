@@ -7,7 +7,7 @@ adapter/base.json                                         the base's folder and 
 import glob
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -144,16 +144,20 @@ WEIGHT = ".weight"
 
 
 class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The base of adapters: a model's folder, and the digest of each of its weight files."""
+    """The base of adapters: a model's folder, and the digest of each of its weight files.
+
+    ``renamed`` has the names in these files, by the model's, of tensors whose names differ.
+    """
 
     path: str
     files: dict[str, FileDigest]
+    renamed: dict[str, str] = {}
 
 
-def base_of(path: str) -> Base:
+def base_of(path: str, renamed: Mapping[str, str] = {}) -> Base:
     """Describe the model in ``path``, reading its weight files. Raises UserError without any."""
     stored = StoredWeights(Path(path), "trainer.lora")
-    return Base(str(Path(path).absolute()), {file.name: digest(file) for file in stored.files})
+    return Base(str(Path(path).absolute()), {file.name: digest(file) for file in stored.files}, dict(renamed))
 
 
 def write_adapter(folder: Path, shards: Path, base: Base, config: LoraConfig, targets: list[str]) -> None:
@@ -218,7 +222,8 @@ def write_merged(adapter: Path, target: Path) -> None:
         scale = msgspec.convert(shape, LoraConfig).scale
     except msgspec.ValidationError as error:
         raise CheckpointDamaged(f"{adapter / CONFIG}: r or lora_alpha: {error}") from error
-    parts = load_file(adapter / TENSORS)
+    found = load_file(adapter / TENSORS)
+    parts = {_stored(key, base): part for key, part in found.items()}
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(Path(base.path) / name, framework="pt")) for name in base.files]
         where = {name: file for file in files for name in list(file.keys())}
@@ -226,15 +231,14 @@ def write_merged(adapter: Path, target: Path) -> None:
         for name, file in where.items():
             piece = file.get_slice(name)
             sizes[name] = (piece.get_dtype(), piece.get_shape())
-        unknown = [n for key in parts if (n := _module(key) + WEIGHT) not in where]
+        unknown = [n for n, _ in parts if n not in where]
         if unknown:
             raise UserError(f"{base.path} has no tensor {unknown[0]}, for which {adapter} has an adapter")
 
         def tensors() -> Iterator[Tensor]:
             for name, file in where.items():
-                key = PEFTS + name.removesuffix(WEIGHT)
                 weight = file.get_tensor(name)
-                low, high = (parts.get(key + ending) for ending in (".lora_A.weight", ".lora_B.weight"))
+                low, high = (parts.get((name, side)) for side in ("A.weight", "B.weight"))
                 yield weight if low is None or high is None else add(weight, low, high, scale)
 
         write_tensors(target, sizes, tensors())
@@ -245,9 +249,11 @@ def _kind(config: LoraConfig, targets: list[str]) -> dict[str, object]:
     return {"r": config.rank, "lora_alpha": config.alpha, "target_modules": targets}
 
 
-def _module(key: str) -> str:
-    """Return the layer that a tensor of PEFT's file belongs to."""
-    return key.removeprefix(PEFTS).rpartition(".lora_")[0]
+def _stored(key: str, base: Base) -> tuple[str, str]:
+    """Return the base's tensor that a tensor of PEFT's file belongs to, and its own place: A.weight or B.weight."""
+    layer, _, side = key.removeprefix(PEFTS).rpartition(".lora_")
+    name = layer + WEIGHT
+    return base.renamed.get(name, name), side
 
 
 def _peft_name(name: str) -> str | None:

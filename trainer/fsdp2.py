@@ -69,7 +69,7 @@ class Fsdp2Backend:
         model, pretrained = build_headed(path, head, device, self.dtype, options, sharing)
         self._lora = config.lora if config else None
         if self._lora is not None:
-            self._base = base_of(path)
+            self._base = base_of(path, pretrained.renamed)
             self._targets = attach(model.lm, self._lora, self.dtype)
         if config is not None and head != "value":
             replay_routers(model, options)
@@ -203,7 +203,7 @@ class Fsdp2Backend:
         assert self.config is not None
         if self._lora is not None:
             write_adapter(folder, folder / SHARDS, self._base, self._lora, self._targets)
-        tokenizer = self.path if self.model.has_logits else None
+        tokenizer = self.path if self.model.has_logits or self.pictures else None
         write_described(folder, self.hf_config, tokenizer, self.config.checkpoint_hf)
 
     def save(self, folder: Path) -> None:

@@ -181,6 +181,11 @@ class Pretrained:
         self._plan(named)
         self._check(named)
 
+    @property
+    def renamed(self) -> dict[str, str]:
+        """The stored names, by the model's, of tensors that are stored under another name."""
+        return {target: name for target, name in self._plain.items() if target != name}
+
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Write this rank's part of each stored tensor into that of ``tensors``, sharded or whole, by its name in the
         model as it was built. Not a collective."""

@@ -139,6 +139,10 @@ def save_vision_model(family: str, folder: Path, **text: Any) -> None:
     torch.manual_seed(0)
     tokenizer = vision_tokenizer()
     model = AutoModelForImageTextToText.from_config(vision_config(family, tokenizer, **text))
+    for parameter in model.parameters():
+        # Gemma's projector begins at zero.
+        if parameter.dim() > 1 and not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.1)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     image_processor(family).save_pretrained(folder)

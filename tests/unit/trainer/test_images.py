@@ -7,20 +7,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
+from rl_async.configs.schema.trainer import LoraConfig, TrainerConfig
 from rl_async.errors import DataError
 from rl_async.messages import Media, Sampling, Trajectory
 from rl_async.pictures import FAMILIES, PictureProcessor
 from rl_async.trainer.backend import Outputs
 from rl_async.trainer.families import why_padded
-from rl_async.trainer.fsdp2 import allocate
+from rl_async.trainer.fsdp2 import Fsdp2Backend, allocate
 from rl_async.trainer.images import lay_images
 from rl_async.trainer.model import Headed, build_headed
 from rl_async.trainer.packing import Tensors, collate
 from tests.support.rounding import in_float64, to_float64
 from tests.support.vision_models import IMAGE, drawing, save_vision_model, vision_tokenizer
+from tests.support.whole_weights import whole_weights
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 # Both sides compute in float64, from weights in which gradients are between 1e-6 and 10.
 CLOSE: dict[str, float] = {"rtol": 1e-9, "atol": 1e-12}
@@ -133,3 +138,89 @@ def test_packed_rows_equal_rows_alone_in_results_and_gradients(family: str, shar
             )
     seen = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
     assert any("vis" in name for name in seen)
+
+
+def backend_of(folder: Path, **options: Any) -> Fsdp2Backend:
+    config = TrainerConfig(learning_rate=1e-3, minibatches=1, grad_clip=1e6, **options)
+    return Fsdp2Backend(str(folder), "float32", "cpu", config)
+
+
+def loss(_: int, outputs: Outputs) -> Tensor:
+    assert outputs.logprobs is not None
+    return -outputs.logprobs.mean()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_step_trained_is_published_saved_and_loaded_again(family: str, tmp_path: Path) -> None:
+    save_vision_model(family, tmp_path / "model")
+    backend = backend_of(tmp_path / "model")
+    assert backend.pictures is not None
+    rows = [row(family, backend.pictures, number, *each) for number, each in enumerate(ROWS)]
+    tensors, before = batch(rows, backend.pictures, share=True), whole_weights(backend)
+    backend.step([tensors], loss)
+    published = whole_weights(backend)
+    moved = {name for name, weight in published.items() if not torch.equal(weight, before[name])}
+    assert any(".layers." in name for name in moved) and any("vis" in name for name in moved)
+
+    backend.save(tmp_path / "saved")
+    loaded, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved/model", output_loading_info=True)
+    assert not any(info.values()), info
+    named = dict(loaded.named_parameters())
+    assert named.keys() == published.keys()
+    assert all(torch.equal(named[name], weight) for name, weight in published.items())
+    assert PictureProcessor.load(str(tmp_path / "saved/model")) is not None
+
+    (tmp_path / "published").mkdir()
+    save_file(published, tmp_path / "published/model.safetensors", {"format": "pt"})
+    loaded.config.save_pretrained(tmp_path / "published")
+    again, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "published", output_loading_info=True)
+    assert not any(info.values()), info
+    assert all(torch.equal(weight, published[name]) for name, weight in again.named_parameters())
+
+    other = backend_of(tmp_path / "model")
+    other.load(tmp_path / "saved")
+    mine, theirs = (each.forward(tensors).logprobs for each in (backend, other))
+    assert mine is not None and theirs is not None and torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(("rate", "factor"), [(0.0, 0.0), (1e-4, 0.1), (None, 1.0)])
+def test_the_tower_is_frozen_or_has_its_own_rate(rate: float | None, factor: float, tmp_path: Path) -> None:
+    save_vision_model("qwen2_5_vl", tmp_path)
+    backend = backend_of(tmp_path, vision_learning_rate=rate)
+    assert backend.pictures is not None
+    before = whole_weights(backend)
+    backend.step([batch([row("qwen2_5_vl", backend.pictures, 0, *ROWS[0])], backend.pictures, share=False)], loss)
+    moved = {name: (weight - before[name]).abs().max().item() for name, weight in whole_weights(backend).items()}
+    # AdamW's first step moves each weight by its rate, but for rounding and tiny gradients.
+    for name, most in moved.items():
+        expected = 1e-3 * (factor if ".visual." in name else 1.0)
+        assert most == pytest.approx(expected, rel=0.01), name
+
+
+def test_adapters_are_of_the_language_model_and_merge_into_the_base(tmp_path: Path) -> None:
+    save_vision_model("qwen2_5_vl", tmp_path / "model")
+    backend = backend_of(tmp_path / "model", lora=LoraConfig(rank=4))
+    assert backend.pictures is not None
+    tensors = batch([row("qwen2_5_vl", backend.pictures, 0, *ROWS[0])], backend.pictures, share=False)
+    backend.step([tensors], loss)
+    trained = {name for name, parameter in backend.model.named_parameters() if parameter.requires_grad}
+    assert trained and all(".language_model.layers." in name for name in trained)
+    published = whole_weights(backend)
+    backend.save(tmp_path / "saved")
+    loaded, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved/model", output_loading_info=True)
+    assert not any(info.values()), info
+    for name, weight in loaded.named_parameters():
+        assert torch.equal(weight, published[name]), name
+
+
+def test_values_are_of_rows_with_images(tmp_path: Path) -> None:
+    save_vision_model("qwen2_5_vl", tmp_path)
+    both, alone = built(tmp_path, "both"), built(tmp_path, "value")
+    assert both.pictures is not None and both.value_head is not None and alone.value_head is not None
+    alone.value_head.load_state_dict(both.value_head.state_dict())
+    tensors = batch([row("qwen2_5_vl", both.pictures, n, *ROWS[n]) for n in (0, 2)], both.pictures, share=False)
+    of_both = both.outputs(tensors, frozenset({"values"})).values
+    of_critic = alone.outputs(tensors, frozenset()).values
+    assert of_both is not None and of_critic is not None and of_both[0].std() > 0
+    assert not torch.equal(of_both[0], of_both[1])
+    assert torch.equal(of_both, of_critic)
