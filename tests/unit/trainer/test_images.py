@@ -1,9 +1,10 @@
 """Rows with images, by every family of vision-language models: as one row at a time of the plain Hugging Face model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -11,16 +12,23 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import LoraConfig, TrainerConfig
-from rl_async.errors import DataError
-from rl_async.messages import Media, Sampling, Trajectory
+from rl_async.errors import DataError, UserError
+from rl_async.messages import Media, Reserved, Sampling, Trajectory, TrajectoryHeader, Version, VersionRun
 from rl_async.pictures import FAMILIES, PictureProcessor
+from rl_async.trainer.actor_critic import build_models
+from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.backend import Outputs
+from rl_async.trainer.batches import take_batch
 from rl_async.trainer.families import why_padded
 from rl_async.trainer.fsdp2 import Fsdp2Backend, allocate
 from rl_async.trainer.images import lay_images
 from rl_async.trainer.model import Headed, build_headed
 from rl_async.trainer.packing import Tensors, collate
+from rl_async.trainer.ranks import StopRequest
+from rl_async.trainer.update import update
 from tests.support.rounding import in_float64, to_float64
 from tests.support.vision_models import IMAGE, drawing, save_vision_model, vision_tokenizer
 from tests.support.whole_weights import whole_weights
@@ -153,7 +161,7 @@ def loss(_: int, outputs: Outputs) -> Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_a_step_trained_is_published_saved_and_loaded_again(family: str, tmp_path: Path) -> None:
     save_vision_model(family, tmp_path / "model")
-    backend = backend_of(tmp_path / "model")
+    backend = backend_of(tmp_path / "model", activation_checkpointing=True)
     assert backend.pictures is not None
     rows = [row(family, backend.pictures, number, *each) for number, each in enumerate(ROWS)]
     tensors, before = batch(rows, backend.pictures, share=True), whole_weights(backend)
@@ -224,3 +232,101 @@ def test_values_are_of_rows_with_images(tmp_path: Path) -> None:
     assert of_both is not None and of_critic is not None and of_both[0].std() > 0
     assert not torch.equal(of_both[0], of_both[1])
     assert torch.equal(of_both, of_critic)
+
+
+def test_rows_share_what_comes_before_the_first_image_that_differs(tmp_path: Path) -> None:
+    processor = processor_of("qwen2_5_vl", tmp_path)
+    first, same, other = (row("qwen2_5_vl", processor, number, *ROWS[number]) for number in (0, 1, 2))
+    tokens = [len(each.token_ids) for each in (first, same, other)]
+    prompt = int(np.flatnonzero(first.loss_mask)[0])
+    two, three = (batch(rows, processor, share=True).computed for rows in ([first, same], [first, same, other]))
+    assert two == sum(tokens[:2]) - prompt
+    # It begins as the others do up to its second image.
+    assert three == two + tokens[2] - other.media[1].position
+    images = batch([first, same, other], processor, share=False).images
+    assert images is not None and len(images.inputs["image_grid_thw"]) == 3
+
+
+def processor_of(family: str, folder: Path) -> PictureProcessor:
+    save_vision_model(family, folder)
+    processor = PictureProcessor.load(str(folder))
+    assert processor is not None
+    return processor
+
+
+def test_images_that_a_model_cannot_read_are_errors_of_the_data(tmp_path: Path) -> None:
+    processor = processor_of("qwen2_5_vl", tmp_path)
+    good = row("qwen2_5_vl", processor, 4, "see *|yes", [A])
+
+    def refused(match: str, processor: PictureProcessor | None = processor, **changes: Any) -> None:
+        with pytest.raises(DataError, match=rf"\(0, 4, 0\).*{match}"):
+            lay_images([msgspec.structs.replace(good, **changes)], BYTES, processor, "cpu")
+
+    (image,) = good.media
+    refused("reads no images", None)
+    refused("neither video nor audio", media=[msgspec.structs.replace(image, mime="video/mp4")])
+    for place in (image.position - 1, image.position + 1, len(good.token_ids) - 1):
+        refused("another model", media=[msgspec.structs.replace(image, position=place)])
+    refused("another model", loss_mask=np.ones_like(good.loss_mask))
+
+
+def test_a_sampled_image_token_is_text(tmp_path: Path) -> None:
+    processor = processor_of("qwen2_5_vl", tmp_path)
+    good = row("qwen2_5_vl", processor, 0, "see *|yes", [A])
+    good.token_ids[-1] = processor.image_token
+    images = lay_images([good], BYTES, processor, "cpu")
+    assert images is not None
+    assert images.features[0, -1] == -1 and images.features.max() == 3
+
+
+def test_a_text_model_has_no_rate_of_a_tower(tmp_path: Path, model_folder: Path) -> None:
+    with pytest.raises(UserError, match=r"trainer\.vision_learning_rate"):
+        backend_of(model_folder, vision_learning_rate=1e-4)
+
+
+class Source:
+    """Gives one batch of rows with images."""
+
+    def __init__(self, rows: list[Trajectory], media: dict[str, bytes]) -> None:
+        self.rows, self.media = rows, media
+
+    def reserve(self, step: int, stopping: Callable[[], bool]) -> Reserved:
+        return Reserved(step=step, headers=[each.header() for each in self.rows])
+
+    def fetch(self, headers: Sequence[TrajectoryHeader]) -> list[Trajectory]:
+        return [{each.key: each for each in self.rows}[header.key] for header in headers]
+
+    def fetch_media(self, rows: Sequence[Trajectory]) -> dict[str, bytes]:
+        return {medium.sha256: self.media[medium.sha256] for each in rows for medium in each.media}
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} is not called")
+
+
+def test_an_update_sees_the_images_of_its_batch(tmp_path: Path) -> None:
+    save_vision_model("qwen2_5_vl", tmp_path)
+    config = RunConfig(
+        model=ModelConfig(path=str(tmp_path), dtype="float32"),
+        data=DataConfig(path="none"),
+        trainer=TrainerConfig(minibatches=1, max_tokens_per_microbatch=150),
+    )
+    models = build_models(config, "cpu")
+    processor = models.policy.pictures
+    assert processor is not None
+    rows = []
+    for number, each in enumerate(ROWS[:4]):
+        made = row("qwen2_5_vl", processor, number, *each)
+        logprobs = models.policy.forward(batch([made], processor, share=False)).logprobs
+        assert logprobs is not None
+        made.logprobs = np.where(made.loss_mask, np.concatenate([[0.0], logprobs[0].numpy()]), 0).astype(np.float32)
+        made.versions = [VersionRun(Version(0, 0), 0, int(made.loss_mask.sum()))]
+        made.reward = float(number % 2)
+        rows.append(made)
+    drift = {}
+    for name, media in (("own", BYTES), ("swapped", BYTES | {Media.of(A, "image/png", 0).sha256: B})):
+        ranks = models.policy.data_parallel
+        taken = take_batch(0, Source(rows, media), StopRequest(), config, ranks, models.row_cost)
+        assert taken is not None
+        metrics = update(models, taken, build(config), config).metrics
+        drift[name] = metrics["correction/logprob_diff_max"]
+    assert drift["own"] < 1e-4 < drift["swapped"]
