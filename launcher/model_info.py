@@ -1,11 +1,14 @@
 """``rl-async model info``: describes a model folder, the trainers and engines that can use it, and their memory."""
 
+import io
 import math
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 from rl_async.configs.engines import ENGINES
 from rl_async.configs.schema.run import RunConfig
@@ -14,6 +17,7 @@ from rl_async.launcher.plan.machine import check_engine_python, has_megatron
 from rl_async.launcher.plan.memory import engine_bytes, model_size, trainer_bytes
 from rl_async.launcher.sources import SOURCE_FILE
 from rl_async.model_files import read_header, read_object
+from rl_async.pictures import FAMILIES, PictureProcessor
 
 Facts = Iterator[tuple[str, str]]
 
@@ -29,7 +33,14 @@ def describe(folder: Path, config: RunConfig) -> list[str]:
         hf = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: its config.json cannot be used: {str(error).partition(chr(10))[0]}") from error
-    facts = [*_weights(folder, hf), *_chat(folder), *_trainers(hf), *_engines(hf, config), *_memory(config)]
+    facts = [
+        *_weights(folder, hf),
+        *_images(folder),
+        *_chat(folder),
+        *_trainers(hf),
+        *_engines(hf, config),
+        *_memory(config),
+    ]
     width = max(len(name) for name, _ in facts)
     return [f"{name:<{width}}  {text}" for name, text in facts]
 
@@ -42,13 +53,30 @@ def _weights(folder: Path, hf: Any) -> Facts:
             dtypes[tensor.dtype] += math.prod(tensor.shape)
     kinds = ", ".join(sorted(dtypes))
     yield "parameters", f"{dtypes.total():,} ({kinds})" if dtypes else "unknown: there are no safetensors files"
-    yield "positions", f"{getattr(hf, 'max_position_embeddings', None) or 'unknown'}"
+    text = hf.get_text_config()
+    yield "positions", f"{getattr(text, 'max_position_embeddings', None) or 'unknown'}"
     if (folder / SOURCE_FILE).is_file():
         facts = read_object(folder / SOURCE_FILE)
         yield (
             "imported from",
             ", ".join(f"{value}" if key == "source" else f"{key} {value}" for key, value in facts.items()),
         )
+
+
+# Pixels of a side of the image whose tokens are counted.
+SIDE = 448
+
+
+def _images(folder: Path) -> Facts:
+    try:
+        processor = PictureProcessor.load(str(folder))
+    except UserError as error:
+        yield "images", f"none: {error}"
+        return
+    if processor is not None:
+        file = io.BytesIO()
+        Image.new("RGB", (SIDE, SIDE)).save(file, "PNG")
+        yield "images", f"{len(processor.encode(file.getvalue()).tokens):,} tokens for one of {SIDE} x {SIDE} pixels"
 
 
 def _chat(folder: Path) -> Facts:
@@ -70,10 +98,13 @@ def _chat(folder: Path) -> Facts:
 
 
 def _trainers(hf: Any) -> Facts:
-    from rl_async.trainer.families import why_padded, why_unsupported
+    from rl_async.trainer.families import reads_images, why_padded, why_unsupported
 
     padded = why_padded(hf)
-    yield "trainer fsdp2", "yes, rows packed" if padded is None else f"yes, rows padded: {padded}"
+    answer = "yes, rows packed" if padded is None else f"yes, rows padded: {padded}"
+    if reads_images(hf) and hf.model_type not in FAMILIES:
+        answer = f"no: the vision tower of {hf.model_type} is not one of {', '.join(FAMILIES)}"
+    yield "trainer fsdp2", answer
     problem = why_unsupported(hf)
     install = "" if has_megatron() else "; it is not installed here: pip install 'rl-async[megatron]'"
     yield "trainer megatron", f"{'yes' if problem is None else f'no: the model {problem}'}{install}"

@@ -159,7 +159,9 @@ class PictureProcessor:
         marks = [place for place, token in enumerate(ids) if token == self.mark]
         if len(marks) != len(images):
             raise DataError(f"a prompt has {len(marks)} marks of images and {len(images)} images; give one per mark")
-        expanded, positions, start = [], [], 0
+        expanded: list[int] = []
+        positions: list[int] = []
+        start = 0
         for place, data in zip(marks, images, strict=True):
             self._family.join(expanded, ids[start:place])
             tokens, before = self.encode(data).tokens, len(expanded)

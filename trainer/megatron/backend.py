@@ -39,6 +39,7 @@ from transformers import AutoConfig
 
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged, UserError
+from rl_async.pictures import PictureProcessor
 from rl_async.trainer.attention import gathered
 from rl_async.trainer.backend import LossFn, OutputName, Outputs, Published
 from rl_async.trainer.batch_layout import row_cost_of
@@ -297,7 +298,7 @@ class MegatronBackend:
         self.hf_config = _hf_config(path, config_key(head))
         self.row_cost = row_cost_of(text_of(self.hf_config))
         # Its families read no images.
-        self.pictures = None
+        self.pictures: PictureProcessor | None = None
         with self._megatron():
             parallel = join_groups(config)
             self.data_parallel = parallel.data_parallel

@@ -104,6 +104,7 @@ def test_every_token_is_one_ranks_and_has_its_position_and_target(lengths: list[
         ("qwen3", {}, 3, "4 attention heads"),
         ("qwen3", {}, 8, "4 attention heads"),
         ("stablelm", {}, 2, "cannot be packed"),
+        ("idefics3", {}, 2, "read images"),
     ],
 )
 def test_what_cannot_be_shared_is_told(kind: str, options: dict[str, object], ranks: int, reason: str) -> None:

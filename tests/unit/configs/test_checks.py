@@ -43,6 +43,7 @@ USER = ["agent.environment=simulated_user", "agent.user={system: hi}"]
             ["rollout.engine=sglang", "weight_sync.adapters"],
         ),
         (["weight_sync.adapters=true"], ["weight_sync.adapters", "trainer.lora"]),
+        (["trainer.vision_learning_rate=1e-6", "trainer.lora={}"], ["trainer.vision_learning_rate", "trainer.lora"]),
         (
             ["weight_sync.adapters=true", "weight_sync.delta=true", "trainer.lora={}"],
             ["weight_sync.delta", "weight_sync.adapters"],

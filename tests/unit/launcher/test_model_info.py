@@ -13,6 +13,7 @@ from rl_async.launcher.model_info import describe
 from rl_async.launcher.plan.memory import engine_bytes, model_size
 from rl_async.launcher.sources import SOURCE_FILE, import_model
 from tests.support.configs import float32_config
+from tests.support.vision_models import save_vision_model
 
 
 def facts(folder: Path, *overrides: str) -> dict[str, str]:
@@ -31,6 +32,20 @@ def test_parameters_are_counted_and_backends_named(model_folder: Path) -> None:
     assert "Qwen3ForCausalLM" in found["architecture"]
     assert found["trainer fsdp2"] == "yes, rows packed"
     assert found["engine embedded"] == "yes"
+
+
+def test_images_are_read_by_models_with_a_tower_of_a_known_family(tmp_path: Path, model_folder: Path) -> None:
+    for family, rows in (("qwen2_5_vl", "packed"), ("gemma3", "padded")):
+        save_vision_model(family, tmp_path / family)
+        found = facts(tmp_path / family)
+        assert found["images"].startswith({"qwen2_5_vl": "16", "gemma3": "8"}[family] + " tokens")
+        assert found["positions"] == "512"
+        assert rows in found["trainer fsdp2"] and found["trainer megatron"].startswith("no: ")
+    assert "images" not in facts(model_folder)
+    config = tmp_path / "gemma3/config.json"
+    config.write_text(config.read_text().replace('"model_type": "gemma3"', '"model_type": "paligemma"'))
+    found = facts(tmp_path / "gemma3")
+    assert "paligemma" in found["images"] and found["trainer fsdp2"].startswith("no: ")
 
 
 def test_memory_is_the_dry_runs_estimate(model_folder: Path) -> None:
