@@ -13,6 +13,7 @@ from rl_async.agent_loop.chat_formats.format import CALL_END, CALL_START
 from rl_async.errors import DataError
 
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+IMAGE_START, IMAGE, IMAGE_END = VISION_MARKS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 _TAGS = (CALL_START, CALL_END, "<tool_response>", "</tool_response>")
 _ALPHABET = '0123456789+-*() ?.,:{}[]"\n_abcdefghijklmnopqrstuvwxyz'
 
@@ -28,6 +29,17 @@ CHAT_TEMPLATE = """\
 {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}"""
+
+# Contents with images are in parts, and each image stands between marks.
+VISION_TEMPLATE = """\
+{%- macro print(content) -%}
+{%- if content is string %}{{ content }}{% else -%}
+{%- for part in content -%}
+{%- if part.type == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}{{ part.text }}{% endif -%}
+{%- endfor -%}
+{%- endif -%}
+{%- endmacro -%}
+""" + CHAT_TEMPLATE.replace("message.content", "print(message.content)")
 
 
 def read_demos(path: str | Path) -> list[list[dict[str, str]]]:
@@ -47,9 +59,15 @@ def read_demos(path: str | Path) -> list[list[dict[str, str]]]:
 
 
 def train_tokenizer(
-    conversations: Iterable[Sequence[dict[str, str]]], vocab_size: int, *, model_max_length: int = 4096
+    conversations: Iterable[Sequence[dict[str, str]]],
+    vocab_size: int,
+    *,
+    model_max_length: int = 4096,
+    vision: bool = False,
 ) -> PreTrainedTokenizerFast:
     """Train a byte-pair tokenizer of at most ``vocab_size`` tokens, with single digits and a Qwen-style chat template.
+
+    With ``vision`` it has marks of images, and the template prints them.
 
     Characters that occur neither in the conversations nor in the basic alphabet have no token and are dropped.
     """
@@ -58,7 +76,7 @@ def train_tokenizer(
     tokenizer.decoder = decoders.Fuse()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[PAD, TURN_START, TURN_END, *_TAGS],
+        special_tokens=[PAD, TURN_START, TURN_END, *_TAGS, *(VISION_MARKS if vision else ())],
         initial_alphabet=list(_ALPHABET),
         show_progress=False,
     )
@@ -69,7 +87,7 @@ def train_tokenizer(
         tokenizer_object=tokenizer,
         eos_token=TURN_END,
         pad_token=PAD,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=VISION_TEMPLATE if vision else CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
         model_max_length=model_max_length,
     )

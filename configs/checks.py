@@ -678,8 +678,10 @@ def finetune(c: RunConfig) -> str | None:
 
 
 def warm_start(c: RunConfig) -> str | None:
-    """Refuse keys of the tiny model's training while a pretrained one is fine-tuned."""
+    """Refuse experts beside a vision tower, and keys of the tiny model while a pretrained one is fine-tuned."""
     own = c.warm_start
+    if own is not None and own.vision and own.experts:
+        return "warm_start.vision makes a model without experts; leave warm_start.experts out"
     if own is None or own.pretrained is None:
         return None
     default = WarmStartConfig(demos_path=own.demos_path, out=own.out, pretrained=own.pretrained)

@@ -9,19 +9,30 @@ the towers of Transformers keep the borders of each, however many are passed tog
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rl_async.errors import DataError
-from rl_async.messages import Media, Trajectory
+from rl_async.messages import Media
 from rl_async.pictures import Picture, PictureProcessor
 from rl_async.trainer.families import BIDIRECTIONAL
 
 # Beyond the ids of any vocabulary, and within 32 bits.
 FIRST_FEATURE = 1 << 31
+
+
+class IllustratedRow(Protocol):
+    """A row that may show images; every Trajectory is one. ``key`` names it in errors."""
+
+    @property
+    def key(self) -> object: ...
+
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
+    media: list[Media]
 
 
 @dataclass(frozen=True)
@@ -51,7 +62,7 @@ class Images:
 
 
 def lay_images(
-    rows: Sequence[Trajectory], media: Mapping[str, bytes], processor: PictureProcessor | None, device: str
+    rows: Sequence[IllustratedRow], media: Mapping[str, bytes], processor: PictureProcessor | None, device: str
 ) -> Images | None:
     """Find the images of rows, padded to [B, T] as ``collate`` does; None without any. ``media`` has bytes by SHA-256.
 
@@ -91,7 +102,7 @@ def lay_images(
     )
 
 
-def _picture(row: Trajectory, medium: Media, media: Mapping[str, bytes], processor: PictureProcessor) -> Picture:
+def _picture(row: IllustratedRow, medium: Media, media: Mapping[str, bytes], processor: PictureProcessor) -> Picture:
     """Encode an image; raise DataError unless the row has its tokens, untrained, where the medium says."""
     where = f"row {row.key}, token {medium.position}: {medium.mime} {medium.sha256[:12]}"
     if not medium.mime.startswith("image/"):

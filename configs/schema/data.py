@@ -180,5 +180,8 @@ class WarmStartConfig(Config, frozen=True):
     experts: Annotated[
         Count, doc("Experts in each layer of the tiny model, two of them for each token; 0: one MLP for all tokens.")
     ] = 0
+    vision: Annotated[
+        bool, doc("Whether the tiny model reads images, 16 x 16 pixels a token: a Qwen2.5-VL in place of a Qwen3.")
+    ] = False
     vocab_size: Annotated[Positive, doc("Largest size of the tokenizer trained on the demonstrations.")] = 200
     seed: Annotated[int, doc("Seed of the tiny model and of the demonstrations' order.")] = 0

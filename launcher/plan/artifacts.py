@@ -127,8 +127,9 @@ def origin_of(settings: WarmStartConfig) -> Origin:
     # Without these keys' features the hash stays that of versions which did not have the keys.
     if settings.pretrained is None:
         del values["pretrained"]
-    if not settings.experts:
-        del values["experts"]
+    for key in ("experts", "vision"):
+        if not values[key]:
+            del values[key]
     files = [file for file in files_of(settings.demos_path) if file.is_file()]
     demos = hashlib.sha256()
     for file in files:

@@ -164,7 +164,8 @@ def _policy_size(config: RunConfig) -> ModelSize | None:
 
 def tiny_shape(settings: WarmStartConfig) -> dict[str, Any]:
     """Return the sizes of the model that a warm start makes, by the names of Hugging Face's configs."""
-    heads = max(2, settings.hidden_size // 16)
+    # The heads of a Qwen2.5-VL divide its width.
+    heads = max(2, settings.hidden_size // (HEAD_DIM if settings.vision else 16))
     inner = 3 * settings.hidden_size
     experts = {"num_experts": settings.experts, "num_experts_per_tok": 2, "moe_intermediate_size": inner // 2}
     return (experts if settings.experts else {}) | {

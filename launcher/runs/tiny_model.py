@@ -15,6 +15,9 @@ import torch
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLImageProcessorPil,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -25,7 +28,7 @@ from transformers.utils.logging import disable_progress_bar
 from rl_async.agent_loop.chat_formats.format import reasoning_and_answer
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.runner import EpisodeRunner
-from rl_async.agent_loop.tiny_tokenizer import read_demos, train_tokenizer
+from rl_async.agent_loop.tiny_tokenizer import VISION_MARKS, read_demos, train_tokenizer
 from rl_async.agent_loop.tools.tool_registry import connect_servers
 from rl_async.concurrency import gather_or_cancel
 from rl_async.configs.schema.data import WarmStartConfig
@@ -35,6 +38,7 @@ from rl_async.files import written_whole
 from rl_async.launcher.plan.artifacts import SFT_FILE, origin_of
 from rl_async.launcher.plan.memory import tiny_shape
 from rl_async.messages import LeasedGroup, Task, Version, by_role, episode_rewards
+from rl_async.pictures import FAMILIES, PictureProcessor
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.embedded.engine_thread import LocalEngine
 from rl_async.trainer.finetune.warm_start import WarmStartResult, warm_start
@@ -74,7 +78,7 @@ def make_model(
 
 
 def tiny_model(settings: WarmStartConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """Make a Qwen3, or a Qwen3-MoE, of the configured size, with random weights."""
+    """Make a Qwen3, a Qwen3-MoE or a Qwen2.5-VL of the configured size, with random weights."""
     shape: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         **tiny_shape(settings),
@@ -86,7 +90,51 @@ def tiny_model(settings: WarmStartConfig, tokenizer: PreTrainedTokenizerFast) ->
     }
     if settings.experts:
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, norm_topk_prob=True))
+    if settings.vision:
+        return Qwen2_5_VLForConditionalGeneration(vision_config(shape, tokenizer))
     return Qwen3ForCausalLM(Qwen3Config(**shape))
+
+
+# Pixels of a patch's side; 2 x 2 patches are a token.
+PATCH = 8
+
+
+def vision_config(shape: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLConfig:
+    """Return the config of a Qwen2.5-VL with a decoder of this shape, and a tower of two layers as wide."""
+    half = shape["hidden_size"] // shape["num_attention_heads"] // 2
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
+    start, image, end = tokenizer.convert_tokens_to_ids(list(VISION_MARKS))
+    return Qwen2_5_VLConfig(
+        text_config={key: value for key, value in shape.items() if key != "head_dim"} | {"rope_parameters": rope},
+        vision_config={
+            "depth": 2,
+            "hidden_size": shape["hidden_size"],
+            "intermediate_size": 2 * shape["hidden_size"],
+            "num_heads": shape["num_attention_heads"],
+            "out_hidden_size": shape["hidden_size"],
+            "patch_size": PATCH,
+            "window_size": 4 * PATCH,
+            "fullatt_block_indexes": [1],
+        },
+        image_token_id=image,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+        # There is none.
+        video_token_id=len(tokenizer),
+        tie_word_embeddings=True,
+    )
+
+
+def image_processor() -> Qwen2VLImageProcessorPil:
+    """Return the image processor of the tiny model: images of up to 64 tokens, larger ones are shrunk."""
+    size = {"shortest_edge": (2 * PATCH) ** 2, "longest_edge": 64 * (2 * PATCH) ** 2}
+    return Qwen2VLImageProcessorPil(patch_size=PATCH, temporal_patch_size=2, merge_size=2, size=size)
+
+
+def encoder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> PictureProcessor:
+    """Return what encodes images for a tiny vision-language model that is not saved yet."""
+    processor = image_processor()
+    return PictureProcessor("the tiny model", FAMILIES["qwen2_5_vl"](model.config, processor, tokenizer), processor)
 
 
 def greedy_reward(config: RunConfig, model: torch.nn.Module, renderer: ChatRenderer, tasks: Sequence[Task]) -> float:
@@ -145,6 +193,8 @@ def save(
         with written_whole(path) as partial:
             model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
+            if settings.vision:
+                image_processor().save_pretrained(partial)
             record = msgspec.to_builtins(origin_of(settings)) | {
                 "steps": result.steps,
                 "gate_reward": result.gate_reward,

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from rl_async.configs.schema.data import WarmStartConfig
 from rl_async.errors import UserError
+from rl_async.trainer.images import Images, embedded
 
 WARMUP_STEPS = 30
 IGNORED = -100
@@ -56,9 +57,11 @@ def warm_start(
     config: WarmStartConfig,
     report: Callable[[str], None],
     on_step: Callable[[int, int, float], None] = lambda step, next_check, loss: None,
+    images_of: Callable[[Sequence[int]], Images | None] = lambda numbers: None,
 ) -> WarmStartResult:
     """Train ``model`` on demonstrations until ``check()``, its greedy reward on held-out tasks, reaches
-    ``config.gate``. ``on_step`` is called with each step, the step of the next check, and the loss.
+    ``config.gate``. ``on_step`` is called with each step, the step of the next check, and the loss; ``images_of`` lays
+    out the images of the rows with these numbers.
 
     Copying appears abruptly after 200 to more than 400 steps, depending on the seed, so no fixed number of steps is
     enough. A seed that copies but stays below the gate needs a smaller learning rate, which is halved when greedy
@@ -71,7 +74,8 @@ def warm_start(
     for step in range(1, config.max_steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate * plateau.scale * min(1.0, step / WARMUP_STEPS)
-        loss = _loss(model, [rows[draw.randrange(len(rows))] for _ in range(config.batch_size)])
+        numbers = [draw.randrange(len(rows)) for _ in range(config.batch_size)]
+        loss = _loss(model, [rows[number] for number in numbers], images_of(numbers))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -95,7 +99,7 @@ def next_check(step: int, config: WarmStartConfig) -> int:
     return min(config.max_steps, first + -first % config.check_every)
 
 
-def _loss(model: torch.nn.Module, rows: Sequence[TokenRow]) -> Tensor:
+def _loss(model: torch.nn.Module, rows: Sequence[TokenRow], images: Images | None) -> Tensor:
     """Return the mean cross-entropy of the tokens to learn. Padding on the right needs no attention mask."""
     width = max(len(ids) for ids, _ in rows)
     tokens = torch.zeros((len(rows), width), dtype=torch.int64)
@@ -103,5 +107,6 @@ def _loss(model: torch.nn.Module, rows: Sequence[TokenRow]) -> Tensor:
     for i, (ids, learn) in enumerate(rows):
         tokens[i, : len(ids)] = torch.tensor(ids)
         labels[i, : len(ids)] = torch.where(torch.tensor(learn), torch.tensor(ids), IGNORED)
-    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
+    inputs = {"input_ids": tokens} if images is None else embedded(model, tokens, images)
+    logits = model(**inputs, use_cache=False).logits[:, :-1]
     return cross_entropy(logits.flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=IGNORED)
