@@ -84,7 +84,7 @@ class Fsdp2Backend:
             text_of(self.hf_config), padded=not model.packs, shares_prefixes=model.shares_prefixes
         )
         self._offloads = options.cpu_offload
-        prepare(model.decoder.layers, options)
+        prepare(model.decoder.layers, model.tower_layers(), options)
         self._replicas = options.replicas
         mesh = mesh_of(device, dist.get_world_size(), options.replicas, options.collective_timeout_s)
         self.model = shard(model, mesh, self.dtype, self._offloads)
@@ -312,8 +312,10 @@ def mesh_of(device: str, ranks: int, replicas: int, timeout_s: float) -> DeviceM
     return DeviceMesh.from_group([same_shard, sharing], kind, mesh=rows, mesh_dim_names=("replicate", "shard"))
 
 
-def prepare(layers: torch.nn.ModuleList, config: TrainerConfig) -> None:
+def prepare(layers: torch.nn.ModuleList, tower: Sequence[torch.nn.Module], config: TrainerConfig) -> None:
     """Apply compilation and activation checkpointing to layers, before sharding puts FSDP's hooks around them.
+
+    Layers of a vision ``tower`` are not compiled, since the sizes of images differ.
 
     Modules keep their names and class, so checkpoints and exports do not change.
     """
@@ -323,7 +325,7 @@ def prepare(layers: torch.nn.ModuleList, config: TrainerConfig) -> None:
         for layer in layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
     if config.activation_checkpointing:
-        for layer in layers:
+        for layer in (*layers, *tower):
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 

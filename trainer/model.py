@@ -101,6 +101,11 @@ class Headed(torch.nn.Module):
             else [part for part in self.lm.base_model.children() if part is not self.decoder]
         )
 
+    def tower_layers(self) -> list[Any]:
+        """Return the layers of the vision tower, which are those of its lists of modules."""
+        parts = [part for whole in self.tower for part in whole.modules()]
+        return [layer for part in parts if isinstance(part, torch.nn.ModuleList) for layer in part]
+
     def train_tower(self, trains: bool) -> None:
         """Freeze the vision tower, or train it, even with micro-batches that show no image.
 

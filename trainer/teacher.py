@@ -58,8 +58,11 @@ class TeacherEndpoint:
     def score(self, batches: Sequence[Tensors]) -> list[Tensor]:
         """Return log-probabilities [B, T-1] of each micro-batch's tokens, on the host; 0 in rows that do not train.
 
-        Waits for the server until each row's deadline, ``timeout_s``. Raises UserError when a row got no answer.
+        Waits for the server until each row's deadline, ``timeout_s``. Raises UserError when a row got no answer, and if
+        rows show images, which the server would not see.
         """
+        if any(batch.images is not None for batch in batches):
+            raise UserError(f"{KEY} gets tokens alone, and rows show images; use algorithm.teacher.path")
         return asyncio.run(self._score(batches))
 
     def detokenize(self, ids: Sequence[int]) -> str:

@@ -427,7 +427,10 @@ def policy_shape(config: RunConfig) -> dict[str, Any]:
     folder, makes = Path(config.model.path), warm_start_of(config)
     if (folder / "config.json").is_file():
         return read_shape("model.path", folder) or {}
-    return tiny_shape(makes) | {"model_type": "qwen3"} if makes and makes.pretrained is None else {}
+    if makes is None or makes.pretrained is not None:
+        return {}
+    kind = {"model_type": "qwen2_5_vl", "vision_config": {}} if makes.vision else {"model_type": "qwen3"}
+    return tiny_shape(makes) | kind
 
 
 def has_megatron() -> bool:
@@ -475,9 +478,8 @@ def check_sharing(config: RunConfig) -> None:
     # The heads are divided among ranks of both kinds.
     ranks = trainer.sequence_parallel * trainer.tensor_parallel
     shape = policy_shape(config)
-    if {"model_type", "num_attention_heads"} <= shape.keys() and (
-        reason := why_not_shared(SimpleNamespace(**shape), ranks)
-    ):
+    known = {"model_type", "num_attention_heads"} <= shape.keys() or "vision_config" in shape
+    if known and (reason := why_not_shared(SimpleNamespace(**shape), ranks)):
         raise UserError(
             f"trainer.sequence_parallel={trainer.sequence_parallel} does not go with model.path={path}: {reason}"
         )

@@ -12,6 +12,7 @@ from rl_async.configs.schema.algorithm import TeacherConfig
 from rl_async.configs.schema.rollout import EndpointConfig
 from rl_async.errors import ConfigError, UserError
 from rl_async.reward_loop.api import ScorerFailed
+from rl_async.trainer.images import Images
 from rl_async.trainer.packing import Tensors
 from rl_async.trainer.teacher import TeacherEndpoint, check_tokenizer, read_scores
 from tests.conftest import save_tokenizer
@@ -37,6 +38,13 @@ def batch(*rows: list[int], trains: list[bool]) -> Tensors:
         tokens[number, : len(row)] = torch.tensor(row)
         mask[number, 0] = trains[number]
     return Tensors(tokens, torch.tensor([len(row) for row in rows]), mask, torch.ones(len(rows), 1, 1))
+
+
+def test_rows_with_images_are_refused() -> None:
+    tensors = batch(IDS, trains=[True])
+    tensors.images = Images({}, torch.zeros_like(tensors.tokens), positions=None)
+    with pytest.raises(UserError, match=r"algorithm\.teacher\.path"):
+        TeacherEndpoint(endpoint("http://127.0.0.1:1/v1")).score([tensors])
 
 
 def test_scores_are_those_of_the_tokens_after_the_first() -> None:

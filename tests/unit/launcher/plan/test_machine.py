@@ -214,6 +214,8 @@ def test_rows_that_ranks_cannot_share_are_refused_before_anything_starts(tmp_pat
     warm = ["model.path=none", "warm_start.out=none", "trainer.ranks=3", "trainer.sequence_parallel=3"]
     with pytest.raises(UserError, match=r"sequence_parallel=3 .*model\.path=none: .*its 4 attention heads"):
         check_sharing(float32_config("calculator", warm))
+    with pytest.raises(UserError, match="read images"):
+        check_sharing(float32_config("calculator", [*warm, "warm_start.vision=true"]))
     config = float32_config("calculator", [f"model.path={tmp_path}", "trainer.ranks=2", "trainer.sequence_parallel=2"])
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model_type": "stablelm", "num_attention_heads": 4}))
