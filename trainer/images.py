@@ -83,8 +83,10 @@ def lay_images(
     count = 0
     for number, row in enumerate(rows):
         shown: list[tuple[int, Picture]] = []
+        end = 0
         for medium in sorted(row.media, key=lambda each: each.position):
-            picture = _picture(row, medium, media, processor)
+            picture = _picture(row, medium, media, processor, end)
+            end = medium.position + len(picture.tokens)
             places = medium.position + np.flatnonzero(np.array(picture.tokens) == processor.image_token)
             if medium.sha256 not in first:
                 first[medium.sha256] = count
@@ -102,15 +104,18 @@ def lay_images(
     )
 
 
-def _picture(row: IllustratedRow, medium: Media, media: Mapping[str, bytes], processor: PictureProcessor) -> Picture:
-    """Encode an image; raise DataError unless the row has its tokens, untrained, where the medium says."""
+def _picture(
+    row: IllustratedRow, medium: Media, media: Mapping[str, bytes], processor: PictureProcessor, end: int
+) -> Picture:
+    """Encode an image. Raises DataError unless the row has its tokens, untrained, where the medium says, past ``end``."""
     where = f"row {row.key}, token {medium.position}: {medium.mime} {medium.sha256[:12]}"
     if not medium.mime.startswith("image/"):
         raise DataError(f"{where} cannot be trained: models read images, neither video nor audio")
     picture = processor.encode(media[medium.sha256])
     span = slice(medium.position, medium.position + len(picture.tokens))
     stands = np.array(picture.tokens) == processor.image_token
-    if not np.array_equal(row.token_ids[span] == processor.image_token, stands) or row.loss_mask[span].any():
+    there = np.array_equal(row.token_ids[span] == processor.image_token, stands)
+    if not there or row.loss_mask[span].any() or medium.position < end:
         raise DataError(
             f"{where} is not there as the processor of model.path expands it; were the rows made for another model?"
         )

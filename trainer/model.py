@@ -74,7 +74,14 @@ class Headed(torch.nn.Module):
     of their tokens.
     """
 
-    def __init__(self, lm: Any, head: Head, sharing: Sharing | None = None, shares_prefixes: bool = False) -> None:
+    def __init__(
+        self,
+        lm: Any,
+        head: Head,
+        sharing: Sharing | None = None,
+        shares_prefixes: bool = False,
+        pictures: PictureProcessor | None = None,
+    ) -> None:
         super().__init__()
         self.lm = lm
         self.value_head = None if head == "policy" else ValueHead(text_of(lm.config).hidden_size)
@@ -83,7 +90,7 @@ class Headed(torch.nn.Module):
         self.sharing = sharing
         self.shares_prefixes = shares_prefixes
         self.replay: RouterReplay | None = None
-        self.pictures: PictureProcessor | None = None
+        self.pictures = pictures
         self._blank: Mapping[str, Tensor] | None = None
 
     @property
@@ -95,11 +102,8 @@ class Headed(torch.nn.Module):
     @property
     def tower(self) -> list[Any]:
         """The modules that only images go through: the vision tower and its projector."""
-        return (
-            []
-            if self.pictures is None
-            else [part for part in self.lm.base_model.children() if part is not self.decoder]
-        )
+        decoder = self.decoder
+        return [] if self.pictures is None else [part for part in self.lm.base_model.children() if part is not decoder]
 
     def tower_layers(self) -> list[Any]:
         """Return the layers of the vision tower, which are those of its lists of modules."""
@@ -237,8 +241,7 @@ def build_headed(
         log.warning("%s: rows of %s are padded, not packed, which is slower: %s", key, path, reason)
     if apart := why_prefixes_apart(lm.config, device, options):
         log.info("%s: what rows of %s begin with is computed for each of them: %s", key, path, apart)
-    model = Headed(lm, head, sharing, shares_prefixes=apart is None)
-    model.pictures = pictures
+    model = Headed(lm, head, sharing, shares_prefixes=apart is None, pictures=pictures)
     weights = Path(path) / VALUE_HEAD_FILE
     if model.value_head is not None and weights.is_file():
         model.value_head.load_state_dict(load_file(weights))

@@ -267,6 +267,7 @@ def test_images_that_a_model_cannot_read_are_errors_of_the_data(tmp_path: Path) 
     refused("neither video nor audio", media=[msgspec.structs.replace(image, mime="video/mp4")])
     for place in (image.position - 1, image.position + 1, len(good.token_ids) - 1):
         refused("another model", media=[msgspec.structs.replace(image, position=place)])
+    refused("another model", media=[image, image])
     refused("another model", loss_mask=np.ones_like(good.loss_mask))
 
 
