@@ -107,7 +107,7 @@ def lay_images(
 def _picture(
     row: IllustratedRow, medium: Media, media: Mapping[str, bytes], processor: PictureProcessor, end: int
 ) -> Picture:
-    """Encode an image. Raises DataError unless the row has its tokens, untrained, where the medium says, past ``end``."""
+    """Encode an image. Raises DataError unless its tokens stand where the medium says, untrained, and past ``end``."""
     where = f"row {row.key}, token {medium.position}: {medium.mime} {medium.sha256[:12]}"
     if not medium.mime.startswith("image/"):
         raise DataError(f"{where} cannot be trained: models read images, neither video nor audio")

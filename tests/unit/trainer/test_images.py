@@ -234,6 +234,26 @@ def test_values_are_of_rows_with_images(tmp_path: Path) -> None:
     assert torch.equal(of_both, of_critic)
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm", "gemma3"])
+def test_a_critic_of_its_own_is_saved_and_built_again(family: str, tmp_path: Path) -> None:
+    save_vision_model(family, tmp_path / "model")
+    config = TrainerConfig(learning_rate=1e-3, minibatches=1)
+    critic = Fsdp2Backend(str(tmp_path / "model"), "float32", "cpu", config, head="value")
+    assert critic.pictures is not None
+    tensors = batch([row(family, critic.pictures, 0, *ROWS[0])], critic.pictures, share=False)
+
+    def values(_: int, outputs: Outputs) -> Tensor:
+        assert outputs.values is not None
+        return (outputs.values - 1).square().mean()
+
+    for _ in range(2):
+        critic.step([tensors], values)
+    critic.save(tmp_path / "saved")
+    again = Fsdp2Backend(str(tmp_path / "saved"), "float32", "cpu", None, head="value")
+    mine, theirs = (each.forward(tensors).values for each in (critic, again))
+    assert mine is not None and theirs is not None and mine.any() and torch.equal(mine, theirs)
+
+
 def test_rows_share_what_comes_before_the_first_image_that_differs(tmp_path: Path) -> None:
     processor = processor_of("qwen2_5_vl", tmp_path)
     first, same, other = (row("qwen2_5_vl", processor, number, *ROWS[number]) for number in (0, 1, 2))
