@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from rl_async.errors import EngineLost, EngineRejected
-from rl_async.messages import Sampling, Version, VersionRun
+from rl_async.messages import Media, Sampling, Version, VersionRun
 
 PauseMode = Literal["keep", "wait", "abort"]
 FinishReason = Literal["stop", "length", "abort"]
@@ -23,8 +23,23 @@ FinishReason = Literal["stop", "length", "abort"]
 Heard = Callable[[Sequence[int]], None]
 
 
+class Image(Media, frozen=True, kw_only=True, gc=False):
+    """An image of a prompt, with the bytes of its file."""
+
+    data: bytes
+
+    @classmethod
+    def of(cls, data: bytes, mime: str, position: int) -> "Image":
+        """An image with these bytes, named by their hash."""
+        media = Media.of(data, mime, position)
+        return cls(sha256=media.sha256, mime=mime, position=position, data=data)
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt as token ids, and how to continue it. ``max_tokens`` bounds the sampled tokens of this request.
+
+    The ids of a prompt with ``images`` are expanded: from an image's ``position`` on, they are those that the model's
+    processor puts in its place. Images are in the order of their positions.
 
     With a ``json_schema`` (JSON text) engines mask tokens that would violate it. The answer then fits the schema unless
     it is cut short, and log-probabilities are those of the masked distribution, renormalised.
@@ -35,6 +50,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling
     max_tokens: int
     stop_token_ids: list[int]
+    images: list[Image] = []
     seed: int | None = None
     min_version: Version = Version()
     # Without a schema, any text fits.

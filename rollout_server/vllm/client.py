@@ -16,7 +16,7 @@ import io
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Mapping, Sequence
 from contextlib import aclosing, suppress
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -32,6 +32,7 @@ from rl_async.rollout_server.api import (
     FinishReason,
     GenerateRequest,
     GenerateResult,
+    Image,
     IncomingAnswer,
     PauseMode,
     ReadVersion,
@@ -148,8 +149,9 @@ def _coalescing_key(request: GenerateRequest) -> Hashable:
     """
     unique = request.request_id if request.seed is not None or request.sampling.greedy else ""
     tokens, stops = tuple(request.token_ids), tuple(request.stop_token_ids)
+    images = tuple((image.sha256, image.position) for image in request.images)
     limits = request.max_tokens, request.min_version, request.routed_from
-    return tokens, stops, request.sampling, limits, request.json_schema, request.traceparent, unique
+    return tokens, images, stops, request.sampling, limits, request.json_schema, request.traceparent, unique
 
 
 def _end(group: Group, task: "asyncio.Task[None]") -> None:
@@ -206,10 +208,29 @@ class _SamplingBody(msgspec.Struct):
     stream_interval: int = STREAM_INTERVAL
 
 
+class ImagePart(msgspec.Struct, kw_only=True):
+    """An image of a prompt in vLLM's dialect; ``uuid``, its hash, is vLLM's key to it in caches.
+
+    ``position`` is ours, and that of ``api.Image``. vLLM ignores it and searches the prompt for the image's tokens.
+    """
+
+    type: Literal["image_url"] = "image_url"
+    # data:MIME;base64,BYTES
+    url: str
+    uuid: str
+    position: int
+
+    @classmethod
+    def of(cls, image: Image) -> "ImagePart":
+        data = base64.b64encode(image.data).decode()
+        return cls(url=f"data:{image.mime};base64,{data}", uuid=image.sha256, position=image.position)
+
+
 class _GenerateBody(msgspec.Struct):
     request_id: str
     token_ids: list[int]
     sampling_params: _SamplingBody
+    content_parts: list[ImagePart] | None
     stream: bool = True
 
 
@@ -478,6 +499,7 @@ def _body(request: GenerateRequest, samples: int) -> _GenerateBody:
     return _GenerateBody(
         request_id=request.request_id,
         token_ids=request.token_ids,
+        content_parts=[ImagePart.of(image) for image in request.images] or None,
         sampling_params=_SamplingBody(
             max_tokens=request.max_tokens,
             temperature=sampling.temperature,

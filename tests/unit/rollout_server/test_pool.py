@@ -10,7 +10,7 @@ import pytest
 from rl_async.errors import EngineLost, EngineRejected
 from rl_async.messages import EngineList, EngineRecord, Sampling, Version, VersionRun
 from rl_async.rollout_server import pool as pool_module
-from rl_async.rollout_server.api import EngineLoad, GenerateRequest, GenerateResult
+from rl_async.rollout_server.api import EngineLoad, GenerateRequest, GenerateResult, Image
 from rl_async.rollout_server.pool import CANDIDATES, EVIDENCE, EnginePool, PoolMember, Router
 
 pytestmark = pytest.mark.usefixtures("simulated_time")
@@ -293,7 +293,8 @@ def broken_after(parts: int) -> Behaviour:
 async def test_tokens_sampled_before_an_engine_was_lost_are_kept() -> None:
     pool, engines = make_pool(a=broken_after(3))
     pool.update(registry(a=V1))
-    asking = asyncio.create_task(pool.generate(request(), session="s"))
+    images = [Image.of(b"a drawing", "image/png", 1)]
+    asking = asyncio.create_task(pool.generate(msgspec.structs.replace(request(), images=images), session="s"))
     await engines["a"].asked.wait()
     engines["b"] = FakeEngine("b", lambda r: result(2, Version(0, 2), "stop", first=6))
     pool._connect = lambda record: engines["b"]
@@ -302,7 +303,7 @@ async def test_tokens_sampled_before_an_engine_was_lost_are_kept() -> None:
     assert got.token_ids == list(range(8))
     assert got.versions == [VersionRun(V1, 0, 6), VersionRun(Version(0, 2), 6, 8)]
     (asked,) = engines["b"].seen
-    assert (asked.token_ids, asked.max_tokens) == ([1, 2, *range(6)], 2)
+    assert (asked.token_ids, asked.max_tokens, asked.images) == ([1, 2, *range(6)], 2, images)
 
 
 async def test_an_answer_within_a_schema_is_begun_elsewhere_but_not_continued() -> None:

@@ -15,7 +15,7 @@ from aiohttp.test_utils import TestServer
 
 from rl_async.errors import EngineLost, EngineRejected, SchemaRejected, TrainerReplaced
 from rl_async.messages import Sampling, Version, VersionRun
-from rl_async.rollout_server.api import EngineLoad, EngineTokens, GenerateRequest, GenerateResult, join
+from rl_async.rollout_server.api import EngineLoad, EngineTokens, GenerateRequest, GenerateResult, Image, join
 from rl_async.rollout_server.vllm.client import (
     PREEMPTIONS,
     ROUTED_BY,
@@ -79,6 +79,7 @@ async def test_one_prompt_is_sent_once_and_each_caller_gets_its_own_answer() -> 
         {"sampling": Sampling(temperature=0.0)},
         {"max_tokens": 5},
         {"stop_token_ids": []},
+        {"images": [Image.of(b"a drawing", "image/png", 1)]},
         {"min_version": Version(0, 1)},
     ],
     ids=str,
