@@ -270,11 +270,17 @@ def _loaded(config: RunConfig, stack: contextlib.AsyncExitStack) -> StreamingGen
     """Load the model into this process."""
     from transformers.utils.logging import disable_progress_bar
 
+    from rl_async.pictures import PictureProcessor
     from rl_async.rollout_server.embedded.engine_thread import LocalEngine
     from rl_async.rollout_server.embedded.server import load_model
 
     disable_progress_bar()
-    engine = LocalEngine(load_model(config), max_batch=1, max_length=config.rollout.max_model_len)
+    engine = LocalEngine(
+        load_model(config),
+        max_batch=1,
+        max_length=config.rollout.max_model_len,
+        pictures=PictureProcessor.load(config.model.path),
+    )
     # Its thread delivers to the event loop, so it has to end before the loop.
     stack.callback(engine.close)
     return engine

@@ -4,8 +4,9 @@
 are moved into freed ones, so that slots in use stay contiguous and a decode step reads plain views.
 
 ``PrefixCache`` holds prefixes that later prompts may begin with: the last turn's conversation, a group's prompt. A
-block holds the keys and values of BLOCK tokens in all layers. Its key is its tokens and the previous block, not a hash,
-which two prefixes could share. All blocks belong to the weights in use: ``clear`` is called when these change.
+block holds the keys and values of BLOCK tokens in all layers. Its key is the previous block and its tokens, those of an
+image being that image's SHA-256. It is not a hash of the prefix, which two prefixes could share. All blocks belong to
+the weights in use: ``clear`` is called when these change.
 
 ``RouteRecorder`` records the experts that a model's routers choose, so that the trainer can replay them.
 """
@@ -260,7 +261,7 @@ def cache_tokens(
     model: Any, max_batch: int, max_length: int, cache_bytes: int | None, recorder: RouteRecorder | None = None
 ) -> int:
     """Return the capacity of the cache in tokens. Raises UserError if the longest sequence would not fit."""
-    config, most = model.config, 2 * max_batch * max_length
+    config, most = model.config.get_text_config(), 2 * max_batch * max_length
     if cache_bytes is None:
         return most
     heads = config.num_attention_heads
@@ -283,8 +284,10 @@ def _doubled(number: int) -> int:
 
 # The number of tokens in a block.
 BLOCK = 16
-# The number of the previous block, and the tokens of this one.
-Key = tuple[int, tuple[int, ...]]
+# A token, or the hash of the image that it stands for.
+Item = int | str
+# The number of the previous block, and the items of this one.
+Key = tuple[int, tuple[Item, ...]]
 
 
 @dataclass(frozen=True)
@@ -311,13 +314,13 @@ class PrefixCache:
         """The size of all blocks in bytes."""
         return len(self._blocks) * self._block_bytes
 
-    def find(self, tokens: Sequence[int]) -> list[Block]:
+    def find(self, tokens: Sequence[Item]) -> list[Block]:
         """Return the blocks of the longest known prefix that leaves at least one token to compute."""
         return self._walk(tokens[:-1])
 
     def keep(
         self,
-        tokens: Sequence[int],
+        tokens: Sequence[Item],
         read: Callable[[int, int], Tensor],
         room: int,
         routes: Callable[[int, int], Tensor | None] = lambda start, end: None,
@@ -352,7 +355,7 @@ class PrefixCache:
     def clear(self) -> None:
         self._blocks.clear()
 
-    def _walk(self, tokens: Sequence[int]) -> list[Block]:
+    def _walk(self, tokens: Sequence[Item]) -> list[Block]:
         """Return the known blocks at the beginning of ``tokens``, and mark them as used."""
         keys: list[Key] = []
         found: list[Block] = []

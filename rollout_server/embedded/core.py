@@ -30,10 +30,12 @@ from rl_async import tracing
 from rl_async.errors import UserError
 from rl_async.messages import Sampling
 from rl_async.model_files import experts_of
+from rl_async.pictures import PictureProcessor
 from rl_async.rollout_server.api import FinishReason
 from rl_async.rollout_server.embedded.cache import (
     BLOCK,
     Block,
+    Item,
     PrefixCache,
     RouteRecorder,
     SlotCache,
@@ -41,6 +43,7 @@ from rl_async.rollout_server.embedded.cache import (
     joined,
 )
 from rl_async.rollout_server.embedded.sampler import Matcher, Sampler, restrict
+from rl_async.rollout_server.embedded.vision import SERVED_WITH_IMAGES, PlacedImage, VisionInputs
 from rl_async.torch_shared import output_logits, widened, windowed
 from rl_async.tracing import Value
 
@@ -63,6 +66,9 @@ class Sequence:
     progress: Callable[["Sequence"], None] | None = None
     stream_interval: int = 1
     index: int = 0
+    images: tuple[PlacedImage, ...] = ()
+    # Behind the images, a token's rotary position is its index plus this.
+    rope_offset: int = 0
     # The grammar that samples must follow, and the reason if it allows no further token.
     matcher: Matcher | None = None
     stuck: str = ""
@@ -93,6 +99,15 @@ class Sequence:
     def admit(self) -> None:
         """Record the time of the first admission; later ones follow preemptions."""
         self.admitted_at = self.admitted_at or time.time_ns()
+
+    def items(self) -> "Prompt":
+        """Return the tokens with the hash of its image in place of each token that stands for one."""
+        if not self.images:
+            return tuple(self.tokens)
+        items: list[Item] = list(self.tokens)
+        for image in self.images:
+            items[image.position : image.end] = [image.sha256] * len(image.picture.tokens)
+        return tuple(items)
 
     @property
     def sampled(self) -> list[int]:
@@ -206,8 +221,9 @@ def why_not_served(config: Any) -> str | None:
 
     Returns None for a model that can be served.
     """
-    if config.model_type not in SERVED:
+    if config.model_type not in (*SERVED, *SERVED_WITH_IMAGES):
         return f"model type {config.model_type!r}"
+    config = config.get_text_config()
     if kinds := set(getattr(config, "layer_types", None) or ()) - LAYERS:
         return f"layers of kind {', '.join(sorted(kinds))}"
     for name in ("final_logit_softcapping", "use_bidirectional_attention"):
@@ -257,7 +273,8 @@ ONE_THREAD = 2**24
 # This many more tokens must fit, so that an admitted sequence is not preempted at once.
 HEADROOM = 32
 
-Prompt = tuple[int, ...]
+# Two prompts are equal if their tokens and images are.
+Prompt = tuple[Item, ...]
 # The forms of masks that Transformers' models accept.
 Mask = Tensor | Mapping[str, Tensor | None] | None
 
@@ -270,8 +287,9 @@ def _check_served(model: nn.Module) -> None:
         found = f"attn_implementation {config._attn_implementation!r}"
     if found is not None:
         raise UserError(
-            f"model.path: the embedded engine serves {', '.join(SERVED)} with full or sliding attention (sdpa) and "
-            f"rotary embedding {', '.join(ROPES)}; this model has {found}. Use rollout.engine: vllm"
+            f"model.path: the embedded engine serves {', '.join((*SERVED, *SERVED_WITH_IMAGES))} with full or sliding "
+            f"attention (sdpa) and rotary embedding {', '.join(ROPES)}; this model has {found}. Use rollout.engine: "
+            "vllm"
         )
 
 
@@ -285,7 +303,7 @@ class EngineCore:
 
     Keys and values take at most ``cache_bytes``, and no more than twice the need of ``max_batch`` sequences of
     ``max_length``; with ``reuse_prefixes``, the part that running sequences leave holds prefixes. With
-    ``record_routes``, sequences record the experts of their tokens.
+    ``record_routes``, sequences record the experts of their tokens. Without ``pictures``, prompts have no images.
     """
 
     def __init__(
@@ -298,14 +316,18 @@ class EngineCore:
         reuse_prefixes: bool = True,
         min_iteration_s: float = 0.0,
         record_routes: bool = False,
+        pictures: PictureProcessor | None = None,
     ) -> None:
         _check_served(model)
         # nn.Module does not type the attributes of Transformers' models.
         self.model: Any = model
         self.max_batch, self.max_length, self.min_iteration_s = max_batch, max_length, min_iteration_s
-        config: Any = model.config
+        config: Any = model.config.get_text_config()
+        self._config, self._decoder = config, self.model.get_decoder()
+        self.pictures = pictures
+        self._vision = None if pictures is None else VisionInputs(model, pictures)
         self.vocab_size: int = config.vocab_size
-        self._cache_argument = _cache_argument(self.model.model)
+        self._cache_argument = _cache_argument(self._decoder)
         self._recorder = RouteRecorder(model) if record_routes and experts_of(config) else None
         # The maximal size of the cache.
         self.cache_tokens = cache_tokens(model, max_batch, max_length, cache_bytes, self._recorder)
@@ -327,7 +349,7 @@ class EngineCore:
 
     def _new_cache(self) -> None:
         self.device = next(self.model.parameters()).device
-        layers = self.model.config.num_hidden_layers
+        layers = self._config.num_hidden_layers
         self._cache = SlotCache(layers, self.max_batch, self.max_length, self.cache_tokens, self.device, self._recorder)
         self._prefixes = PrefixCache()
         self._output_weight: Tensor | None = None
@@ -345,6 +367,8 @@ class EngineCore:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that ``refusal`` has accepted."""
         sequence.number = next(self._numbers)
+        if self._vision is not None:
+            sequence.rope_offset = self._vision.offset(sequence.images)
         if sequence.seed is not None:
             self._generators[sequence] = torch.Generator(self.device).manual_seed(sequence.seed)
         (self.held if self.holding else self.waiting).append(sequence)
@@ -421,7 +445,7 @@ class EngineCore:
         prompts: set[Prompt] = set()
         longest, running = 0, max((len(s.tokens) for s in self.running), default=0)
         while self.waiting and (count := len(self.running) + len(batch)) < self.max_batch:
-            prompts.add(tuple(self.waiting[0].tokens))
+            prompts.add(self.waiting[0].items())
             longest = max(longest, len(self.waiting[0].tokens))
             if batch and longest * len(prompts) > PREFILL_TOKENS:
                 break
@@ -436,19 +460,20 @@ class EngineCore:
         """Compute each prompt once, in the slot of its first sequence, and copy it to the slots of the others."""
         by_prompt: dict[Prompt, list[Sequence]] = {}
         for sequence in batch:
-            by_prompt.setdefault(tuple(sequence.tokens), []).append(sequence)
+            by_prompt.setdefault(sequence.items(), []).append(sequence)
         known = {prompt: self._prefixes.find(prompt) for prompt in by_prompt}
         # Prompts without a known prefix come first, so that each of the two passes has contiguous slots.
         prompts = sorted(by_prompt, key=lambda prompt: bool(known[prompt]))
         fresh = sum(not known[prompt] for prompt in prompts)
         first, longest = len(self.running), max(map(len, prompts))
         self._reserve(first + len(batch), min(longest + 1, self.max_length))
-        hidden = [self._whole(first, prompts[:fresh])] if fresh else []
+        leaders = [by_prompt[prompt][0] for prompt in prompts]
+        hidden = [self._whole(first, leaders[:fresh])] if fresh else []
         if fresh < len(prompts):
-            hidden.append(self._ends(first + fresh, prompts[fresh:], [known[prompt] for prompt in prompts[fresh:]]))
+            hidden.append(self._ends(first + fresh, leaders[fresh:], [known[prompt] for prompt in prompts[fresh:]]))
         others = [(row, sequence) for row, prompt in enumerate(prompts) for sequence in by_prompt[prompt][1:]]
         self._cache.move([first + row for row, _ in others], range(first + len(prompts), first + len(batch)), longest)
-        batch = [by_prompt[prompt][0] for prompt in prompts] + [sequence for _, sequence in others]
+        batch = leaders + [sequence for _, sequence in others]
         self._count(batch, known)
         rows = torch.tensor([*range(len(prompts)), *(row for row, _ in others)], device=self.device)
         self.running += batch
@@ -459,18 +484,20 @@ class EngineCore:
         self._sampler = None
         return self._append(batch, tokens, logprobs)
 
-    def _whole(self, first: int, prompts: list[Prompt]) -> Tensor:
+    def _whole(self, first: int, batch: list[Sequence]) -> Tensor:
         """Compute prompts from their start, in slots from ``first`` on; return the hidden state of each last token."""
+        prompts = [sequence.tokens for sequence in batch]
         width = max(map(len, prompts))
-        padded = torch.tensor([prompt + (0,) * (width - len(prompt)) for prompt in prompts], device=self.device)
+        padded = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts], device=self.device)
         self._cache.prefill_at(first)
         positions = torch.arange(width, device=self.device)[None]
-        hidden = self._forward(padded, positions, visible_in_prompts(self.model.config))
+        hidden = self._prefilled(batch, [0] * len(batch), padded, positions, visible_in_prompts(self._config))
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         return hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
 
-    def _ends(self, first: int, prompts: list[Prompt], known: list[list[Block]]) -> Tensor:
+    def _ends(self, first: int, batch: list[Sequence], known: list[list[Block]]) -> Tensor:
         """Compute prompts whose first blocks are known, in slots from ``first`` on, like ``_whole``."""
+        prompts = [sequence.tokens for sequence in batch]
         for row, blocks in enumerate(known):
             self._cache.write(first + row, joined(blocks))
             if routes := [block.routes for block in blocks if block.routes is not None]:
@@ -478,19 +505,32 @@ class EngineCore:
         starts = [BLOCK * len(blocks) for blocks in known]
         ends = [prompt[start:] for prompt, start in zip(prompts, starts, strict=True)]
         width, view = max(map(len, ends)), max(map(len, prompts))
-        padded = torch.tensor([end + (0,) * (width - len(end)) for end in ends], device=self.device)
+        padded = torch.tensor([end + [0] * (width - len(end)) for end in ends], device=self.device)
         at = torch.arange(width, device=self.device) + torch.tensor(starts, device=self.device)[:, None]
         lengths = torch.tensor([len(end) for end in ends], device=self.device)
         rows, columns = (torch.arange(width, device=self.device) < lengths[:, None]).nonzero(as_tuple=True)
         self._cache.extend_at(first, rows, columns, at[rows, columns], view)
-        mask = visible(self.model.config, at, view)
+        mask = visible(self._config, at, view)
         # Padding only needs valid positions, since its results are never read.
-        hidden = self._forward(padded, at.clamp(max=self.max_length - 1), mask)
+        hidden = self._prefilled(batch, starts, padded, at.clamp(max=self.max_length - 1), mask)
         return hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
 
-    def _forward(self, tokens: Tensor, positions: Tensor, mask: Mask) -> Tensor:
-        hidden = self.model.model(
-            input_ids=tokens,
+    def _prefilled(
+        self, batch: list[Sequence], starts: list[int], tokens: Tensor, positions: Tensor, mask: Mask
+    ) -> Tensor:
+        """Compute ``tokens`` [N, T] of prompts, each from its start in ``starts``, with their images."""
+        if self._vision is None:
+            return self._forward(tokens, positions, mask)
+        positions = self._vision.positions([(s.images, len(s.tokens)) for s in batch], positions)
+        inputs = self._vision.inputs(tokens, [(s.images, start) for s, start in zip(batch, starts, strict=True)])
+        return self._forward(tokens, positions, mask, inputs)
+
+    def _forward(
+        self, tokens: Tensor, positions: Tensor, mask: Mask, inputs: Mapping[str, Any] | None = None
+    ) -> Tensor:
+        """Compute tokens [N, T], or the decoder's ``inputs`` for them; return hidden states [N, T, hidden]."""
+        hidden = self._decoder(
+            **(inputs or {"input_ids": tokens}),
             position_ids=positions,
             attention_mask=mask,
             use_cache=True,
@@ -516,8 +556,10 @@ class EngineCore:
         # The last token of each sequence is fed now, and is not in the cache yet.
         positions = torch.tensor(lengths, device=self.device) - 1
         self._cache.decode_at(positions, view)
-        mask = visible(self.model.config, positions[:, None], view)
-        with _threads(self.model.config, count, self.device):
+        mask = visible(self._config, positions[:, None], view)
+        if self._vision is not None:
+            positions = positions + torch.tensor([s.rope_offset for s in self.running], device=self.device)
+        with _threads(self._config, count, self.device):
             hidden = self._forward(self._last[:count, None], positions[:, None], mask)
         if self._sampler is None:
             self._sampler = self._make_sampler(self.running)
@@ -543,18 +585,18 @@ class EngineCore:
         self._cache.reserve(slots, max(length, filled + 1), len(self.running), filled)
         self._prefixes.shrink(self.cache_tokens - self._cache.tokens)
 
-    def _keep(self, slot: int, tokens: tuple[int, ...] | list[int]) -> None:
-        """Keep a slot's keys and values of these tokens as a prefix for later prompts."""
+    def _keep(self, slot: int, items: Prompt) -> None:
+        """Keep a slot's keys and values of these items as a prefix for later prompts."""
         if self._reuse_prefixes and not self._outdated:
             room = self.cache_tokens - self._cache.tokens
             read, routes = partial(self._cache.read, slot), partial(self._cache.routes, slot)
-            self._prefixes.keep(tokens, read, room, routes)
+            self._prefixes.keep(items, read, room, routes)
 
     def _count(self, batch: list[Sequence], known: dict[Prompt, list[Block]]) -> None:
         """Count the cached tokens of each sequence. In ``batch``, the first sequence of each prompt comes first."""
         seen: set[Prompt] = set()
         for sequence in batch:
-            prompt = tuple(sequence.tokens)
+            prompt = sequence.items()
             cached = len(prompt) if prompt in seen else BLOCK * len(known[prompt])
             seen.add(prompt)
             self.prompt_tokens += len(prompt)
@@ -599,7 +641,7 @@ class EngineCore:
         for slot, sequence in enumerate(self.running):
             if not keep[slot]:
                 # The last token was not fed.
-                self._keep(slot, sequence.tokens[:-1])
+                self._keep(slot, sequence.items()[:-1])
         self._compact(keep)
 
     def _compact(self, keep: list[bool]) -> None:

@@ -19,11 +19,13 @@ import torch
 import xxhash
 from torch import nn
 
-from rl_async.errors import EngineLost, EngineRejected, SchemaRejected, WeightSyncError
+from rl_async.errors import DataError, EngineLost, EngineRejected, SchemaRejected, WeightSyncError
 from rl_async.messages import Version, VersionRun
+from rl_async.pictures import PictureProcessor
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult, Heard
 from rl_async.rollout_server.embedded.core import EngineCore, Sequence
 from rl_async.rollout_server.embedded.quantized import Requantizer, named_scales
+from rl_async.rollout_server.embedded.vision import place
 from rl_async.torch_shared import give_back
 from rl_async.weight_sync.buckets import Piece
 from rl_async.weight_sync.experts import single
@@ -277,11 +279,16 @@ def checksums(model: nn.Module) -> dict[str, str]:
 
 
 class LocalEngine:
-    """Samples from the current weights of ``model``; close it before the model is trained further."""
+    """Samples from the current weights of ``model``; close it before the model is trained further.
 
-    def __init__(self, model: nn.Module, *, max_batch: int, max_length: int) -> None:
+    Without ``pictures`` it refuses prompts with images.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, max_batch: int, max_length: int, pictures: PictureProcessor | None = None
+    ) -> None:
         # The weights may change between two requests without notice, so prefixes cannot be reused.
-        core = EngineCore(model, max_batch=max_batch, max_length=max_length, reuse_prefixes=False)
+        core = EngineCore(model, max_batch=max_batch, max_length=max_length, reuse_prefixes=False, pictures=pictures)
         self._engine = EngineThread(core, self._crashed)
         self._waiting: set[asyncio.Future[Sequence]] = set()
         self._numbers = itertools.count()
@@ -292,6 +299,10 @@ class LocalEngine:
             raise EngineRejected(refusal)
         if request.json_schema:
             raise SchemaRejected("without a server the engine follows no JSON schema")
+        try:
+            placed = await asyncio.to_thread(place, self._engine.core.pictures, request.token_ids, request.images)
+        except DataError as error:
+            raise EngineRejected(str(error)) from error
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Sequence] = loop.create_future()
         self._waiting.add(future)
@@ -307,6 +318,7 @@ class LocalEngine:
         sequence = Sequence(
             request_id=f"{request.request_id}-{next(self._numbers)}",
             tokens=list(request.token_ids),
+            images=placed,
             sampling=request.sampling,
             max_tokens=request.max_tokens,
             stop_token_ids=frozenset(request.stop_token_ids),

@@ -82,7 +82,7 @@ def quantize_layers(model: Any, quantization: str) -> None:
     Beside the model, this needs the memory of one quantised layer.
     """
     dtype = DTYPES[quantization]
-    parents = (parent for layer in model.model.layers for parent in list(layer.modules()))
+    parents = (parent for layer in model.get_decoder().layers for parent in list(layer.modules()))
     for parent in parents:
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear):

@@ -27,16 +27,18 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rl_async import tracing
 from rl_async.concurrency import to_the_end
 from rl_async.configs.derived import compute_type
 from rl_async.configs.load import load_resolved
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import EngineLost, UserError, WeightSyncError
+from rl_async.errors import DataError, EngineLost, UserError, WeightSyncError
 from rl_async.files import UNDECODABLE
 from rl_async.messages import Sampling, Version
+from rl_async.model_files import read_object
+from rl_async.pictures import PictureProcessor
 from rl_async.process.http_auth import Access
 from rl_async.process.http_server import application, by_label, gauge, metrics_text, read_body, server_of, text_response
 from rl_async.process.role import bind
@@ -45,11 +47,15 @@ from rl_async.rollout_server.embedded.core import ATTENTION, EngineCore, Sequenc
 from rl_async.rollout_server.embedded.engine_thread import EngineThread, checksums
 from rl_async.rollout_server.embedded.quantized import quantize_layers
 from rl_async.rollout_server.embedded.sampler import Grammars, Matcher
+from rl_async.rollout_server.embedded.vision import SERVED_WITH_IMAGES, PlacedImage, place
 from rl_async.rollout_server.fence import LineageFence
-from rl_async.rollout_server.vllm.client import MIN_VERSION_HEADER, REQUEST_PREFIX
+from rl_async.rollout_server.vllm.client import MIN_VERSION_HEADER, REQUEST_PREFIX, ImagePart
 from rl_async.torch_shared import is_out_of_memory, pick_device
 from rl_async.weight_sync.protocol import FinishUpdateBody, InitTransferBody, UpdateWeightsBody
 from rl_async.weight_sync.receiver import WeightReceiver
+
+# A generate request, with its images, has at most this many bytes.
+MOST_BYTES = 1 << 27
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
@@ -86,6 +92,8 @@ class GenerateBody(msgspec.Struct):
 
     token_ids: list[int]
     sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
+    # The images of the prompt, in the order of their positions.
+    content_parts: list[ImagePart] = []
     request_id: str = ""
     stream: bool = False
 
@@ -249,6 +257,10 @@ class EngineCollector:
         yield by_label("sleep_state", "vllm:engine_sleep_state", "1 in the state that the engine is in.", awake)
 
 
+def _placed(core: EngineCore, body: GenerateBody) -> tuple[PlacedImage, ...]:
+    return place(core.pictures, body.token_ids, [part.image() for part in body.content_parts])
+
+
 def _json(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
@@ -303,7 +315,7 @@ class EngineServer:
         async def guarded(request: Request) -> Response:
             try:
                 return await handler(request)
-            except (*UNDECODABLE, ValueError) as error:
+            except (*UNDECODABLE, ValueError, DataError) as error:
                 return _error(400, str(error))
             except WeightSyncError as error:
                 return _error(409, str(error))
@@ -314,7 +326,7 @@ class EngineServer:
 
     async def generate(self, request: Request) -> Response | SequenceStream:
         """Sample; 409 if the weights are older than the request accepts, 400 if it can never be served."""
-        body = msgspec.json.decode(await read_body(request), type=GenerateBody)
+        body = msgspec.json.decode(await read_body(request, MOST_BYTES), type=GenerateBody)
         core = self.engine.core
         if (refusal := core.refusal(body.token_ids, body.sampling_params.max_tokens)) is not None:
             return _error(400, refusal)
@@ -323,6 +335,9 @@ class EngineServer:
         wanted, current = request.headers.get(MIN_VERSION_HEADER), core.version
         if wanted is not None and (current == "default" or Version.parse(current) < Version.parse(wanted)):
             return _error(409, f"the weights are {current}, older than {wanted}")
+        images: tuple[PlacedImage, ...] = ()
+        if body.content_parts:
+            images = await asyncio.to_thread(_placed, core, body)
         loop = asyncio.get_running_loop()
         events: SequenceEvents = asyncio.Queue()
 
@@ -330,7 +345,7 @@ class EngineServer:
             loop.call_soon_threadsafe(events.put_nowait, sequence)
 
         matcher = await self._matcher(body.sampling_params)
-        sequences = self._sequences(body, post, matcher, request.headers.get(tracing.HEADER, ""))
+        sequences = self._sequences(body, images, post, matcher, request.headers.get(tracing.HEADER, ""))
         self.engine.submit(*sequences)
         if body.stream:
             return SequenceStream(sequences, events, self.engine.abort)
@@ -348,7 +363,12 @@ class EngineServer:
         return await asyncio.to_thread(self._grammars.matcher, params.structured_outputs.json, stops)
 
     def _sequences(
-        self, body: GenerateBody, post: Callable[[Sequence], None], matcher: Matcher | None, traceparent: str
+        self,
+        body: GenerateBody,
+        images: tuple[PlacedImage, ...],
+        post: Callable[[Sequence], None],
+        matcher: Matcher | None,
+        traceparent: str,
     ) -> list[Sequence]:
         """Make one sequence per requested sample. As in vLLM, the seed of sample i is the request's plus i."""
         params = body.sampling_params
@@ -363,6 +383,7 @@ class EngineServer:
                 request_id=name,
                 index=index,
                 tokens=list(body.token_ids),
+                images=images,
                 sampling=body.sampling(),
                 max_tokens=params.max_tokens,
                 stop_token_ids=frozenset(params.stop_token_ids),
@@ -508,9 +529,12 @@ def load_model(config: RunConfig) -> torch.nn.Module:
     # Transformers would look for a missing folder on the Hub.
     if not Path(config.model.path).is_dir():
         raise UserError(f"model.path: there is no folder {config.model.path}")
+    file = Path(config.model.path) / "config.json"
+    stored = read_object(file, "model.path") if file.is_file() else {}
+    loader = AutoModelForImageTextToText if stored.get("model_type") in SERVED_WITH_IMAGES else AutoModelForCausalLM
     device, dtype = pick_device(config.model.device), getattr(torch, compute_type(config.model))
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        model: Any = loader.from_pretrained(
             config.model.path,
             dtype=dtype,
             attn_implementation=ATTENTION,
@@ -556,6 +580,7 @@ def serve(run: Path, index: int, host: str, port: int, cache_bytes: int | None) 
         cache_bytes=cache_bytes or (rollout.cpu_cache_bytes if model.device.type == "cpu" else rollout.cache_bytes),
         min_iteration_s=config.debug.min_iteration_s if config.debug else 0.0,
         record_routes=config.trainer.router_replay != "never",
+        pictures=PictureProcessor.load(config.model.path),
     )
     engine = EngineThread(core, on_crash=_crash)
     server = EngineServer(engine, config.model.path)

@@ -225,6 +225,17 @@ class ImagePart(msgspec.Struct, kw_only=True):
         data = base64.b64encode(image.data).decode()
         return cls(url=f"data:{image.mime};base64,{data}", uuid=image.sha256, position=image.position)
 
+    def image(self) -> Image:
+        """Return the image. Raises ValueError unless it is a data URL whose bytes have the hash ``uuid``."""
+        head, _, data = self.url.partition(",")
+        if not (head.startswith("data:") and head.endswith(";base64")):
+            raise ValueError(f"content_parts: url must be a data URL in base64, not {self.url!r:.80}")
+        mime = head.removeprefix("data:").removesuffix(";base64")
+        image = Image.of(base64.b64decode(data, validate=True), mime, self.position)
+        if image.sha256 != self.uuid:
+            raise ValueError(f"content_parts: uuid {self.uuid!r:.80} is not the SHA-256 of the image, {image.sha256}")
+        return image
+
 
 class _GenerateBody(msgspec.Struct):
     request_id: str

@@ -185,21 +185,24 @@ class PlainPass:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._exact = to_float64(copy.deepcopy(model))
-        config = model.config
+        config = model.config.get_text_config()
         self._terms = max(config.hidden_size, config.intermediate_size, config.vocab_size)
 
-    def logprobs(self, ids: list[int], temperature: float = 1.0) -> tuple[Tensor, float]:
-        """Exact log-probabilities [T, V], and how far from them another path in the model's type may be."""
+    def logprobs(self, ids: list[int], temperature: float = 1.0, **inputs: Tensor) -> tuple[Tensor, float]:
+        """Exact log-probabilities [T, V], and how far from them another path in the model's type may be.
+
+        ``inputs`` are further arguments of the model, such as those for images.
+        """
         tokens = torch.tensor([ids])
         with torch.no_grad():
-            plain = (self._model(tokens).logits[0] / temperature).log_softmax(-1)
+            plain = (self._model(tokens, **inputs).logits[0] / temperature).log_softmax(-1)
             with in_float64():
-                exact = (self._exact(tokens).logits[0] / temperature).log_softmax(-1)
+                exact = (self._exact(tokens, **inputs).logits[0] / temperature).log_softmax(-1)
         return exact, allowance(plain, exact, max(self._terms, len(ids)))
 
-    def errors(self, ids: list[int], found: list[float], temperature: float = 1.0) -> Tensor:
+    def errors(self, ids: list[int], found: list[float], temperature: float = 1.0, **inputs: Tensor) -> Tensor:
         """Errors of the log-probabilities of the last tokens of ``ids``, as multiples of the allowed one."""
-        exact, allowed = self.logprobs(ids, temperature)
+        exact, allowed = self.logprobs(ids, temperature, **inputs)
         start = len(ids) - len(found)
         chosen = exact[range(start - 1, len(ids) - 1), ids[start:]]
         return (torch.tensor(found, dtype=torch.float64) - chosen).abs() / allowed

@@ -1,0 +1,196 @@
+"""Prompts with images: log-probabilities are those of a plain forward pass, and no cache confuses two images."""
+
+import copy
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+
+from rl_async.errors import DataError
+from rl_async.messages import Sampling
+from rl_async.pictures import PictureProcessor
+from rl_async.rollout_server.api import Image
+from rl_async.rollout_server.embedded import core
+from rl_async.rollout_server.embedded.core import ATTENTION, EngineCore
+from rl_async.rollout_server.embedded.vision import SERVED_WITH_IMAGES, PlacedImage, place
+from tests.support.rounding import PlainPass
+from tests.support.vision_models import drawing, save_vision_model
+
+
+@dataclass
+class Family:
+    """A tiny model, and the processor of its images."""
+
+    model: Any
+    processor: PictureProcessor
+
+    def prompt(self, ids: Sequence[int], *drawings: bytes) -> tuple[list[int], list[Image]]:
+        """Expand the prompt's marks."""
+        expanded, positions = self.processor.expand(ids, drawings)
+        return expanded, [Image.of(d, "image/png", p) for d, p in zip(drawings, positions, strict=True)]
+
+    def sequence(self, ids: Sequence[int], images: Sequence[Image], **more: Any) -> core.Sequence:
+        """A sequence that ends before an image token: Transformers takes any of them for part of an image."""
+        defaults: dict[str, Any] = {"request_id": "", "sampling": Sampling(), "max_tokens": 8, "seed": None}
+        return core.Sequence(
+            tokens=list(ids),
+            images=place(self.processor, ids, images),
+            stop_token_ids=frozenset([self.processor.image_token]),
+            deliver=lambda _: None,
+            **(defaults | more),
+        )
+
+    def engine(self, **more: Any) -> EngineCore:
+        served = copy.deepcopy(self.model)
+        served.set_attn_implementation(ATTENTION)
+        return EngineCore(served, pictures=self.processor, **({"max_batch": 6, "max_length": 256} | more))
+
+    def inputs(self, length: int, images: Sequence[PlacedImage]) -> dict[str, Tensor]:
+        """The arguments of the whole model for a row with these images."""
+        if not images:
+            return {}
+        arguments = self.processor.arguments([image.picture for image in images])
+        kinds = np.zeros((1, length), dtype=np.int64)
+        for image in images:
+            kinds[0, image.features] = 1
+        if "image_grid_thw" in arguments:
+            arguments["mm_token_type_ids"] = kinds
+        return {name: torch.from_numpy(array) for name, array in arguments.items()}
+
+
+@pytest.fixture(scope="module", params=SERVED_WITH_IMAGES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    save_vision_model(request.param, folder)
+    processor = PictureProcessor.load(str(folder))
+    assert processor is not None
+    return Family(AutoModelForImageTextToText.from_pretrained(folder).eval(), processor)
+
+
+def finish(engine: EngineCore) -> None:
+    while engine.unfinished:
+        engine.step()
+
+
+def words(count: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(256) for _ in range(count)]
+
+
+def assert_as_plain(family: Family, sequences: Sequence[core.Sequence]) -> None:
+    plain = PlainPass(family.model)
+    for s in sequences:
+        count = len(s.logprobs) - (s.finish_reason == "stop")
+        tokens = s.tokens[: s.prompt_length + count]
+        errors = plain.errors(tokens, s.logprobs[:count], **family.inputs(len(tokens), s.images))
+        assert (errors <= 1).all(), f"{s.request_id}: {errors.max():.3g} times what rounding explains"
+
+
+def test_logprobs_agree_with_a_plain_forward_pass(family: Family) -> None:
+    """Over turns of different lengths and numbers of images, with a preemption, on prefixes of earlier turns."""
+    mark, engine = family.processor.mark, family.engine()
+    one = family.prompt([*words(5, 0), mark, *words(9, 1)], drawing(0))
+    two = family.prompt([mark, *words(3, 2), mark, *words(20, 3)], drawing(1, 24, 40), drawing(0))
+    none = words(30, 4), list[Image]()
+    first = [family.sequence(*prompt, request_id=str(n)) for n, prompt in enumerate((one, two, none, one))]
+    for sequence in first:
+        engine.add(sequence)
+    engine.step()
+    engine.preempt()
+    finish(engine)
+    turns = []
+    for sequence, (_, images) in zip(first, (one, two, none, one), strict=True):
+        more, added = family.prompt([*words(4, 5), mark, 7], drawing(2, 56, 24))
+        said = [token for token in sequence.tokens[sequence.prompt_length :] if token != family.processor.image_token]
+        before = [*sequence.tokens[: sequence.prompt_length], *said]
+        later = [Image.of(i.data, i.mime, i.position + len(before)) for i in added]
+        turns.append(family.sequence([*before, *more], [*images, *later], request_id="later"))
+        engine.add(turns[-1])
+    finish(engine)
+    assert engine.cached_tokens > 60 and engine.preemptions
+    assert_as_plain(family, (*first, *turns))
+
+
+def test_equal_ids_with_different_images_share_nothing(family: Family) -> None:
+    ids = [*words(20, 6), family.processor.mark, *words(40, 7)]
+    (prompt, image), (same, other) = (family.prompt(ids, drawing(seed)) for seed in (8, 9))
+    assert prompt == same
+    engine = family.engine(max_batch=2)
+    both = [family.sequence(prompt, images, max_tokens=1) for images in (image, other)]
+    for sequence in both:
+        engine.add(sequence)
+    finish(engine)
+    assert not any(s.cached_tokens for s in both), "they are computed at once"
+    again = [family.sequence(prompt, images, max_tokens=1) for images in (image, other, image)]
+    for sequence in again:
+        engine.add(sequence)
+        finish(engine)
+    assert all(s.cached_tokens > len(prompt) - 20 for s in again), "each finds its own prefix"
+    third = family.sequence(prompt, family.prompt(ids, drawing(10))[1], max_tokens=1)
+    engine.add(third)
+    finish(engine)
+    assert third.cached_tokens <= third.images[0].position, "only the text before the image is known"
+    assert_as_plain(family, (*both, *again, third))
+
+
+def test_an_image_is_read(family: Family) -> None:
+    """Greedy log-probabilities change with the image, and not between two runs with the same one."""
+    ids = [*words(4, 11), family.processor.mark, *words(4, 12)]
+    found = []
+    for seed in (13, 13, 14):
+        prompt, images = family.prompt(ids, drawing(seed))
+        sequence = family.sequence(prompt, images, sampling=Sampling(temperature=0.0), max_tokens=1)
+        engine = family.engine()
+        engine.add(sequence)
+        finish(engine)
+        found.append((sequence.tokens[-1], sequence.logprobs[0]))
+    assert found[0] == found[1] != found[2]
+
+
+def test_weights_of_the_tower_that_change_count_from_then_on(family: Family) -> None:
+    engine = family.engine()
+    prompt, images = family.prompt([*words(20, 15), family.processor.mark, *words(20, 16)], drawing(17))
+    first, running = (family.sequence(prompt, images, max_tokens=n) for n in (1, 8))
+    for sequence in (first, running):
+        engine.add(sequence)
+    engine.step()
+    updated = Family(copy.deepcopy(family.model), family.processor)
+    with torch.no_grad():
+        for model in (engine.model, updated.model):
+            for name, weight in model.named_parameters():
+                if "vis" in name:
+                    weight.mul_(1.5)
+    engine.weights_changed()
+    engine.preempt()
+    engine.version = "0.1"
+    last = family.sequence(prompt, images)
+    engine.add(last)
+    finish(engine)
+    assert last.cached_tokens == 0
+    assert_as_plain(updated, [last])
+    assert_as_plain(family, [first])
+    # The token of the second prompt that was sampled before the update has the old weights' log-probability.
+    resumed = copy.copy(running)
+    count = running.runs[1][1]
+    resumed.logprobs, resumed.prompt_length = running.logprobs[count:], running.prompt_length + count
+    assert_as_plain(updated, [resumed])
+
+
+def test_ids_that_do_not_hold_an_image_are_refused(family: Family) -> None:
+    prompt, (image,) = family.prompt([1, 2, family.processor.mark, 3], drawing(18))
+    other = Image.of(drawing(19, 64, 32), "image/png", image.position)
+    moved = Image.of(image.data, image.mime, image.position + 1)
+    outside = Image.of(image.data, image.mime, len(prompt) - 1)
+    for wrong in ([other], [moved], [outside], [image, image]):
+        with pytest.raises(DataError):
+            place(family.processor, prompt, wrong)
+    with pytest.raises(DataError):
+        place(None, prompt, [image])
+    assert [p.position for p in place(family.processor, prompt, [image])] == [image.position]
