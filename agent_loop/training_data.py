@@ -29,8 +29,9 @@ from rl_async.configs.schema.rollout import ChatFormatName
 from rl_async.errors import ConfigError, DataError
 from rl_async.files import UNDECODABLE
 from rl_async.template_tokens import TemplateTokens
-from rl_async.transfer_queue.chat_messages import for_templates, is_number, refuse_media, to_messages
+from rl_async.transfer_queue.chat_messages import for_templates, is_number, refuse_media, to_messages, with_images
 from rl_async.transfer_queue.dataset import ParquetRows, as_messages, fill, filled_lines, json_row, open_rows
+from rl_async.transfer_queue.images import images_of
 
 Message = dict[str, Any]
 
@@ -56,15 +57,17 @@ def read_chats(source: DataSource) -> Iterator[Chat]:
     for file in files_of(source.path):
         for place, row in _rows(file):
             empty = False
-            chat = to_chat(row, place)
+            chat = to_chat(row, place, file.parent)
             yield chat._replace(messages=_templated(chat.messages, row, source, place))
     if empty:
         raise DataError(f"{source.path}: no conversations in it; write one JSON object with `messages` on each line")
 
 
-def to_chat(row: dict[str, Any], place: str) -> Chat:
-    """Convert a row: tool-call arguments become mappings, as most chat templates need, and missing content is empty."""
-    refuse_media(row, place)
+def to_chat(row: dict[str, Any], place: str, folder: Path | None = None) -> Chat:
+    """Convert a row: tool-call arguments become mappings, as most chat templates need, and missing content is empty.
+
+    Images that are files lie in ``folder``.
+    """
     if row.get("functions"):
         raise DataError(f"{place}: functions is OpenAI's old form; write tools")
     messages = row.get("messages")
@@ -72,7 +75,7 @@ def to_chat(row: dict[str, Any], place: str) -> Chat:
         raise DataError(f"{place}: a preference pair, not a conversation; `rl-async dpo` trains on pairs")
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{place}: needs `messages`, a list of {{role, content}}, got {messages!r:.80}")
-    chat = for_templates(to_messages(messages, place))
+    chat = for_templates(with_images(to_messages(messages, place, folder=folder), row, place, folder))
     spoken = [number for number, message in enumerate(chat) if message["role"] == "assistant"]
     for number in spoken:
         if key := next((key for key in _WEIGHTS if chat[number].get(key, 1) != 1), None):
@@ -172,6 +175,9 @@ def to_pair(row: dict[str, Any], place: str) -> Pair:
     The columns ``chosen`` and ``rejected`` are messages or the assistant's text. The ``prompt`` is put before both
     unless they begin with it; whole conversations need none. The ``margin`` is an optional number.
     """
+    refuse_media(row, place)
+    if row.get("images"):
+        raise DataError(f"{place}: has images, and pairs are text only; leave the row out")
     given = row.get("prompt")
     prompt = [] if given is None else as_messages(given, place, "prompt")
     chosen, rejected = (_conversation(row.get(column), prompt, place, column) for column in ("chosen", "rejected"))
@@ -199,6 +205,8 @@ def _conversation(value: Any, prompt: list[Message], place: str, column: str) ->
         raise DataError(
             f"{place}, column {column}: ends with the {said[-1]['role']}, and not with an answer to compare"
         )
+    if images_of(said):
+        raise DataError(f"{place}, column {column}: has images, and pairs are text only; leave the row out")
     return for_templates(said)
 
 
@@ -254,8 +262,10 @@ class ChatEncoder:
         """Encode a conversation.
 
         Raises DataError, naming it, if the assistant's tokens cannot be determined, or if the template leaves a part
-        out.
+        out, and for images, which rows of fine-tuning cannot carry.
         """
+        if images_of(chat.messages):
+            raise DataError(f"{chat.place}: has images, and fine-tuning reads text only; leave the row out")
         try:
             tokens = self._encode(chat)
             self._parts.check(chat.messages, chat.tools, chat.place)

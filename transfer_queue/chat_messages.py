@@ -22,6 +22,15 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError
 from rl_async.files import UNDECODABLE, undamaged
 from rl_async.messages import Task
+from rl_async.pictures import MOST_BYTES, PictureProcessor
+from rl_async.transfer_queue.images import (
+    MOST_IMAGES,
+    as_parts,
+    canonical,
+    images_of,
+    placed,
+    read_image,
+)
 
 # Levels of lists and mappings in a row.
 DEEPEST = 64
@@ -116,17 +125,18 @@ MAY_BE_EMPTY = ("system", "developer", "tool")
 # Keys of a message whose values are text, keys of a call, and keys or columns of media that no model here reads.
 _TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 _CALL = ("id", "type", "index", "name", "arguments")
-_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_MEDIA = ("video", "videos", "audio", "audios")
 # Messages that were written as one text, as JSON or by Python's repr: a list of them, one, or an object that has them.
 _MESSAGES_AS_TEXT = re.compile(
     r"""\s*(?:\[\s*\{\s*(["'])(?:role|content|from)\1\s*:.*\]|\{\s*(["'])(?:role|messages)\2\s*:.*\})\s*""", re.DOTALL
 )
 
 
-def to_messages(value: Any, place: str, *, role: str = "user") -> list[Message]:
+def to_messages(value: Any, place: str, *, role: str = "user", folder: Path | None = None) -> list[Message]:
     """Return checked chat messages; a text is one message of ``role``.
 
-    Keys without a value are dropped. Raises DataError that names ``place`` and the message.
+    Keys without a value are dropped. Images become bytes (``images.py``); those that are files lie in ``folder``.
+    Raises DataError that names ``place`` and the message.
     """
     if isinstance(value, str) and value.strip():
         if _MESSAGES_AS_TEXT.fullmatch(value):
@@ -134,7 +144,43 @@ def to_messages(value: Any, place: str, *, role: str = "user") -> list[Message]:
         return [{"role": role, "content": value}]
     if not isinstance(value, list) or not value:
         raise DataError(f"{place}: needs a list of messages or a text, got {short(value)}")
-    return [_message(message, f"{place}, message {number}") for number, message in enumerate(value)]
+    messages = [_message(message, f"{place}, message {number}", folder) for number, message in enumerate(value)]
+    _bound_images(messages, place)
+    return messages
+
+
+def _bound_images(messages: Sequence[Message], place: str) -> None:
+    """Raise DataError for a conversation with too many images, or too many bytes of them."""
+    images = images_of(messages)
+    if len(images) > MOST_IMAGES or sum(map(len, images)) > MOST_BYTES:
+        raise DataError(
+            f"{place}: {len(images)} images of {sum(map(len, images)):,} bytes in all; a conversation takes "
+            f"{MOST_IMAGES} of {MOST_BYTES >> 20} MiB in all, so leave some out or make them smaller"
+        )
+
+
+def with_images(messages: list[Message], row: dict[str, Any], place: str, folder: Path | None) -> list[Message]:
+    """Return messages with the images of the row's column ``images`` at their marks. Raises DataError.
+
+    verl's column is a list of ``{"bytes", "path"}``; data URLs and paths will do, too.
+    """
+    refuse_media(row, place)
+    given = row.get("images")
+    if not given:
+        return messages
+    place = f"{place}, column images"
+    if not isinstance(given, list):
+        raise DataError(f"{place}: needs a list of images, got {short(given)}")
+    try:
+        found = placed([message["content"] for message in messages], [read_image(image, folder) for image in given])
+    except ValueError as error:
+        raise DataError(f"{place}: {error}") from error
+    placed_messages = [
+        message | ({"content": content, "images": images} if images else {})
+        for message, (content, images) in zip(messages, found, strict=True)
+    ]
+    _bound_images(placed_messages, place)
+    return placed_messages
 
 
 def for_templates(messages: list[Message]) -> list[Message]:
@@ -148,12 +194,14 @@ def for_templates(messages: list[Message]) -> list[Message]:
 
 
 def refuse_media(row: dict[str, Any], place: str) -> None:
-    """Raise DataError for images, sound or films beside the text of a row or of a message."""
+    """Raise DataError for sound or films beside the text of a row or of a message, and for ``image``."""
     if key := next((key for key in _MEDIA if row.get(key)), None):
-        raise DataError(f"{place}: has {key}; models read text only here, so leave it out, or the row")
+        raise DataError(f"{place}: has {key}; models read text and images here, so leave it out, or the row")
+    if row.get("image"):
+        raise DataError(f"{place}: has image; write a list of them, images, and <image> where each stands")
 
 
-def _message(value: Any, place: str) -> Message:
+def _message(value: Any, place: str, folder: Path | None) -> Message:
     if not isinstance(value, dict):
         raise DataError(f"{place}: needs {{role, content}}, got {short(value)}")
     message = {key: part for key, part in value.items() if part is not None}
@@ -166,9 +214,11 @@ def _message(value: Any, place: str) -> Message:
     if odd := next((key for key in _TEXTS if not isinstance(message.get(key, ""), str)), None):
         raise DataError(f"{place}: needs its {odd} as text, got {short(message[odd])}")
     calls = message.pop("tool_calls", None) or []
-    content = message.setdefault("content", "")
-    if not isinstance(content, str):
-        raise DataError(f"{place}: needs its content as text, got {short(content)}")
+    try:
+        message = canonical({"content": ""} | message, folder)
+    except ValueError as error:
+        raise DataError(f"{place}: {error}, got {short(value)}") from error
+    content = message["content"]
     if calls:
         if role != "assistant" or not isinstance(calls, list):
             raise DataError(f"{place}: tool_calls are a list, in an assistant's message; got {short(calls)}")
@@ -251,7 +301,8 @@ def read_schemas(run: Path) -> Schemas:
 def prompt_length(config: RunConfig, schemas: Schemas) -> PromptLength:
     """Return a bound on a prompt's tokens, exact if it may exceed ``data.max_prompt_tokens``.
 
-    Only then the tokenizer is loaded. The tools of MCP servers and environments are unknown until an episode begins.
+    Only then, or for images, the tokenizer is loaded. The tools of MCP servers and environments are unknown until an
+    episode begins.
     """
     longest, template = config.data.max_prompt_tokens, _template_bytes(Path(config.model.path))
     exact: list[_Tokenizer] = []
@@ -259,6 +310,10 @@ def prompt_length(config: RunConfig, schemas: Schemas) -> PromptLength:
     def length(task: Task) -> int:
         names = config.agent.tools if task.tools is None else task.tools
         tools = [schemas[name] for name in names if name in schemas]
+        if images_of(task.prompt):
+            if not exact:
+                exact.append(_Tokenizer(config.model.path))
+            return exact[0].count(task.prompt, tools)
         said = _bound(task.prompt)
         if (bound := said + template + len(json.dumps(tools, ensure_ascii=False).encode())) <= longest:
             return bound
@@ -292,6 +347,8 @@ class _Tokenizer:
         self._tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
         self._tokens = TemplateTokens(self._tokenizer)
         self._added: dict[str, int] = {}
+        self._model = model
+        self._pictures: PictureProcessor | None = None
 
     def added(self, tools: Sequence[dict[str, Any]]) -> int:
         """Return the tokens that the template prints of itself and the tools, around the shortest conversation."""
@@ -301,10 +358,13 @@ class _Tokenizer:
         return self._added[key]
 
     def count(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> int:
-        """Count the tokens of a prompt. Raises DataError if the template refuses it."""
+        """Count the tokens of a prompt, with those of its images.
+
+        Raises DataError if the template refuses it, and for images that the model or its template does not read.
+        """
         import jinja2
 
-        given = list(messages)
+        given = [as_parts(message) for message in messages]
         try:
             text = self._render(for_templates(given), tools)
         except (jinja2.TemplateError, TypeError, ValueError):
@@ -313,7 +373,13 @@ class _Tokenizer:
                 text = self._render(given, tools)
             except (jinja2.TemplateError, TypeError, ValueError) as error:
                 raise DataError(f"the model's chat template refuses it: {error}") from error
-        return len(self._tokens.encode(text))
+        ids, images = self._tokens.encode(text), images_of(messages)
+        if not images:
+            return len(ids)
+        self._pictures = self._pictures or PictureProcessor.load(self._model)
+        if self._pictures is None:
+            raise DataError(f"has images, and model.path={self._model} reads text only")
+        return len(self._pictures.expand(ids, images)[0])
 
     def _render(self, messages: list[Message], tools: Sequence[dict[str, Any]]) -> str:
         escaped = [self._tokens.escape(message) for message in messages]

@@ -45,11 +45,12 @@ from rl_async.transfer_queue.chat_messages import (
     is_number,
     message_problem,
     prompt_length,
-    refuse_media,
     short,
     to_messages,
+    with_images,
     without_nulls,
 )
+from rl_async.transfer_queue.images import folder_of
 
 # A generated data set is endless; an epoch of it has this many rows.
 GENERATED_ROWS = 1_000_000
@@ -318,11 +319,12 @@ def open_reasoning_gym(dataset: str, seed: int, parameters: Mapping[str, Any] = 
         raise ConfigError(f"data.path: parameters of reasoning_gym:{dataset}: {error}") from error
 
 
-def to_task(row: dict[str, Any], place: str, task_id: str) -> Task:
-    """Convert a row to a Task. ``place`` is "file, row n", for errors.
+def to_task(row: dict[str, Any], place: str, task_id: str, folder: Path | None = None) -> Task:
+    """Convert a row to a Task. ``place`` is "file, row n", for errors; images that are files lie in ``folder``.
 
-    Columns: prompt (messages, or one user message as text), reward_model.ground_truth, data_source, ability,
-    extra_info, agent_name, tools, priority (a number, which may also stand in extra_info).
+    Columns: prompt (messages, or one user message as text), images (at the marks <image> of the prompt),
+    reward_model.ground_truth, data_source, ability, extra_info, agent_name, tools, priority (a number, which may also
+    stand in extra_info).
     """
     reward_model = row.get("reward_model")
     if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
@@ -335,8 +337,7 @@ def to_task(row: dict[str, Any], place: str, task_id: str) -> Task:
     tools = row.get("tools")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, str) for tool in tools)):
         raise DataError(f"{place}, column tools: needs a list of names, got {short(tools)}")
-    refuse_media(row, place)
-    prompt = as_messages(row.get("prompt"), place, "prompt")
+    prompt = with_images(as_messages(row.get("prompt"), place, "prompt", folder=folder), row, place, folder)
     if prompt[-1]["role"] == "assistant":
         raise DataError(f"{place}, column prompt: ends with the assistant's turn, which is the policy's; cut it off")
     task = Task(
@@ -368,9 +369,11 @@ def _fitting(row: dict[str, Any]) -> str:
     )
 
 
-def as_messages(value: Any, place: str, column: str, *, role: str = "user") -> list[dict[str, Any]]:
+def as_messages(
+    value: Any, place: str, column: str, *, role: str = "user", folder: Path | None = None
+) -> list[dict[str, Any]]:
     """Return a column's chat messages; a text is one message of ``role``. Raises DataError naming place and column."""
-    return to_messages(value, f"{place}, column {column}", role=role)
+    return to_messages(value, f"{place}, column {column}", role=role, folder=folder)
 
 
 def text_of(value: Any, place: str) -> str:
@@ -474,7 +477,7 @@ def _value(row: dict[str, Any], name: str, place: str) -> str:
 
 def _messages(row: dict[str, Any], source: DataSource, place: str) -> list[dict[str, Any]]:
     given = row.get("prompt")
-    messages = as_messages(given, place, "prompt") if given else []
+    messages = as_messages(given, place, "prompt", folder=folder_of(source.path)) if given else []
     if source.prompt:
         last = max((n for n, message in enumerate(messages) if message["role"] == "user"), default=None)
         columns = {name: value for name, value in row.items() if name != "prompt"}
@@ -535,7 +538,7 @@ class _Source:
     def _task(self, row: dict[str, Any], number: int, task_id: str) -> Task:
         """Convert a row. Raises DataError naming it if it is bad or names code that the config does not list."""
         place = f"{self.rows.name}, row {number}"
-        task = to_task(templated(row, self._part, place), place, task_id)
+        task = to_task(templated(row, self._part, place), place, task_id, folder_of(self._part.path))
         if problem := code_problem(task, self._listed):
             raise DataError(f"{place}, column {problem}")
         return task

@@ -234,11 +234,13 @@ def _tasks(path: str | None) -> list[Task]:
     if path is None:
         return []
     from rl_async.transfer_queue.dataset import open_rows, to_task
+    from rl_async.transfer_queue.images import folder_of
 
     rows = open_rows(path)
     if rows.generated:
         raise UserError(f"--tasks: {path} is infinite; write the rows that you need into a file")
-    return [to_task(row, f"{path}, row {n}", f"{Path(path).stem}:{n}") for n, row in enumerate(rows)]
+    stem, folder = Path(path).stem, folder_of(path)
+    return [to_task(row, f"{path}, row {n}", f"{stem}:{n}", folder) for n, row in enumerate(rows)]
 
 
 # --- text -------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from rl_async.launcher.sources import data_files
 from rl_async.messages import Task
 from rl_async.transfer_queue.chat_messages import prompt_length
 from rl_async.transfer_queue.dataset import Rows, open_rows, templated, to_task
+from rl_async.transfer_queue.images import folder_of
 
 # Rows of a generated data set that are read, examples of tasks, and characters of a value that are shown.
 GENERATED = 1000
@@ -116,7 +117,7 @@ def _tasks(rows: Rows, part: DataSource, count: int) -> Iterator[Task]:
     label = label_of(part.path)
     for number, row in enumerate(islice(rows, count)):
         place = f"{part.path}, row {number}"
-        yield to_task(templated(row, part, place), place, f"{label}:{number}")
+        yield to_task(templated(row, part, place), place, f"{label}:{number}", folder_of(part.path))
 
 
 def _described(tasks: Sequence[Task]) -> Iterator[str]:

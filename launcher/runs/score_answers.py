@@ -19,6 +19,7 @@ from rl_async.launcher.sources import data_files
 from rl_async.messages import Sampling, Task, Trajectory, Turn
 from rl_async.reward_loop.service import RewardService, as_conversation, seen_by
 from rl_async.transfer_queue.dataset import open_rows, templated, to_task
+from rl_async.transfer_queue.images import folder_of
 
 # At most this many characters of a text are shown.
 SHOWN = 80
@@ -116,7 +117,7 @@ def _tasks(source: DataSource, seed: int, numbers: Sequence[int]) -> list[Task]:
         if not 0 <= number < len(rows):
             raise DataError(f"--answers: {source.path} has no row {number}; it has {len(rows)}, counted from 0")
         place = f"{source.path}, row {number}"
-        tasks.append(to_task(templated(rows[number], source, place), place, f"{number}"))
+        tasks.append(to_task(templated(rows[number], source, place), place, f"{number}", folder_of(source.path)))
     return tasks
 
 
