@@ -28,10 +28,13 @@ from rl_async.configs.schema.data import DataSource
 from rl_async.configs.schema.rollout import ChatFormatName
 from rl_async.errors import ConfigError, DataError
 from rl_async.files import UNDECODABLE
+from rl_async.messages import Media
+from rl_async.pictures import PictureProcessor
+from rl_async.rollout_server.api import Image
 from rl_async.template_tokens import TemplateTokens
 from rl_async.transfer_queue.chat_messages import for_templates, is_number, refuse_media, to_messages, with_images
 from rl_async.transfer_queue.dataset import ParquetRows, as_messages, fill, filled_lines, json_row, open_rows
-from rl_async.transfer_queue.images import images_of
+from rl_async.transfer_queue.images import as_parts, images_of, mime_of
 
 Message = dict[str, Any]
 
@@ -215,14 +218,30 @@ def _asked(conversation: list[Message]) -> list[Message]:
     return list(takewhile(lambda message: message["role"] != "assistant", conversation))
 
 
+def _illustrated(tokens: "ChatTokens", images: Sequence[bytes], pictures: PictureProcessor, place: str) -> "ChatTokens":
+    """Put the tokens of images in place of their marks. Raises DataError, naming ``place``, as ``expand_row`` does."""
+    try:
+        ids, learned, positions = pictures.expand_row(tokens.ids.tolist(), tokens.learned.tolist(), images)
+    except DataError as error:
+        raise DataError(f"{place}: {error}") from error
+    shown = [Image.of(data, mime_of(data), at) for data, at in zip(images, positions, strict=True)]
+    return ChatTokens(np.array(ids, np.int32), np.array(learned, bool), shown)
+
+
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatTokens(NamedTuple):
-    """A conversation's token ids (int32) and the mask of those that are trained on (bool), both [T]."""
+    """A conversation's token ids (int32), the mask of those that are trained on (bool), both [T], and its images."""
 
     ids: np.ndarray
     learned: np.ndarray
+    images: Sequence[Image] = ()
+
+    @property
+    def media(self) -> list[Media]:
+        """The places of the images."""
+        return [Media(sha256=image.sha256, mime=image.mime, position=image.position) for image in self.images]
 
 
 class ChatEncoder:
@@ -232,7 +251,13 @@ class ChatEncoder:
     does not go with ``chat_format``.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, chat_format: ChatFormatName = "auto") -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        chat_format: ChatFormatName = "auto",
+        pictures: PictureProcessor | None = None,
+    ) -> None:
+        self._pictures = pictures
         self._tokenizer, self._tokens = tokenizer, TemplateTokens(tokenizer)
         self._encode: Callable[[Chat], ChatTokens] = self._marked
         self._print: Callable[[Chat], str] = self._render
@@ -262,13 +287,19 @@ class ChatEncoder:
         """Encode a conversation.
 
         Raises DataError, naming it, if the assistant's tokens cannot be determined, or if the template leaves a part
-        out, and for images, which rows of fine-tuning cannot carry.
+        out, and for images that the model cannot read.
         """
-        if images_of(chat.messages):
-            raise DataError(f"{chat.place}: has images, and fine-tuning reads text only; leave the row out")
+        images = images_of(chat.messages)
+        if images and self._pictures is None:
+            raise DataError(f"{chat.place}: has images, and the model of model.path reads text only; leave the row out")
+        parts = [as_parts(message) for message in chat.messages]
         try:
-            tokens = self._encode(chat)
-            self._parts.check(chat.messages, chat.tools, chat.place)
+            tokens = self._encode(chat._replace(messages=parts))
+            # Texts alone have marks of their images in them.
+            texts = [{key: part for key, part in message.items() if key != "images"} for message in chat.messages]
+            self._parts.check(texts, chat.tools, chat.place)
+            if self._pictures is not None and images:
+                tokens = _illustrated(tokens, images, self._pictures, chat.place)
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise DataError(f"{chat.place}: the model's chat template refuses it: {error}") from error
         if not tokens.learned.any():

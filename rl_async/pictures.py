@@ -156,21 +156,35 @@ class PictureProcessor:
 
         Returns the ids, and the index of each image's first token. Raises DataError unless there is one image per mark.
         """
+        expanded, _, positions = self.expand_row(ids, [False] * len(ids), images)
+        return expanded, positions
+
+    def expand_row(
+        self, ids: Sequence[int], learned: Sequence[bool], images: Sequence[bytes]
+    ) -> tuple[list[int], list[bool], list[int]]:
+        """Expand a row as ``expand`` does, and whether each of its tokens is ``learned``; those of images are not."""
         marks = [place for place, token in enumerate(ids) if token == self.mark]
         if len(marks) != len(images):
             raise DataError(f"a prompt has {len(marks)} marks of images and {len(images)} images; give one per mark")
         expanded: list[int] = []
+        flags: list[bool] = []
         positions: list[int] = []
+
+        def add(tokens: Sequence[int], learned: Sequence[bool]) -> None:
+            if self._family.join(expanded, tokens):
+                # A newline of the text and one of the image are one token.
+                flags[-1], learned = False, learned[1:]
+            flags.extend(learned)
+
         start = 0
         for place, data in zip(marks, images, strict=True):
-            self._family.join(expanded, ids[start:place])
-            tokens, before = self.encode(data).tokens, len(expanded)
-            # A newline may join the first token to the one before.
-            joined = self._family.join(expanded, tokens)
-            positions.append(before - joined)
+            add(ids[start:place], learned[start:place])
+            tokens = self.encode(data).tokens
+            add(tokens, [False] * len(tokens))
+            positions.append(len(expanded) - len(tokens))
             start = place + 1
-        self._family.join(expanded, ids[start:])
-        return expanded, positions
+        add(ids[start:], learned[start:])
+        return expanded, flags, positions
 
     def arguments(self, pictures: Sequence[Picture]) -> dict[str, np.ndarray]:
         """Join the inputs of one or more images as the model's ``get_image_features`` takes them."""

@@ -39,9 +39,10 @@ from rl_async.launcher.run_folder import create, hold, saved
 from rl_async.launcher.runs.launch import log_into, note_machine, shown, stop_text
 from rl_async.launcher.sources import model_folder
 from rl_async.launcher.supervisor import Interrupted, keep_ranks
+from rl_async.pictures import PictureProcessor
 from rl_async.process.private_folder import hold_private_folder
 from rl_async.reward_loop.scorers.reward_model import load_tokenizer
-from rl_async.trainer.finetune.chat_rows import HELD_OUT, ROWS, ChatRows, total_steps
+from rl_async.trainer.finetune.chat_rows import HELD_OUT, IMAGES, ROWS, ChatRows, EncodedRow, total_steps
 
 POLL_S = 0.3
 # A whole run prints this many lines, besides those of measurements.
@@ -300,7 +301,15 @@ def _encode_once(config: RunConfig, folder: Path) -> DataRecord:
 
 def _tokenizer_files(model: Path) -> list[Path]:
     """Return the files of a model's folder that determine the tokens of a conversation."""
-    patterns = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt")
+    patterns = (
+        "*processor_config.json",
+        "tokenizer*",
+        "chat_template*",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab*",
+        "merges.txt",
+    )
     return sorted(file for pattern in (*patterns, "*.model") for file in model.glob(pattern) if file.is_file())
 
 
@@ -315,7 +324,8 @@ def checksum(key: str, path: Path) -> str:
 def _encode(config: RunConfig, folder: Path, checksums: dict[str, str]) -> DataRecord:
     own = config.finetune
     assert own is not None
-    encoder = ChatEncoder(load_tokenizer(config.model.path, "model.path"), config.agent.chat_format)
+    tokenizer, pictures = load_tokenizer(config.model.path, "model.path"), PictureProcessor.load(config.model.path)
+    encoder = ChatEncoder(tokenizer, config.agent.chat_format, pictures)
     limit = longest(config)
     encode = encode_all if own.preferences is None else encode_pairs
     examples, skipped = encode(parts(config.data), encoder, limit, own)
@@ -327,10 +337,13 @@ def _encode(config: RunConfig, folder: Path, checksums: dict[str, str]) -> DataR
     rows = [row for example in examples for row in example]
     if not rows:
         raise DataError(f"{_named(config)}: no conversation is left to train on ({skipped} were too long)")
-    for name, part in ((ROWS, rows), (HELD_OUT, [row for example in held_out for row in example])):
+    for name in (ROWS, HELD_OUT, IMAGES):
         shutil.rmtree(folder / name, ignore_errors=True)
         (folder / name).mkdir()
-        ChatRows.of(part).write(folder / name)
+    for name, part in ((ROWS, rows), (HELD_OUT, [row for example in held_out for row in example])):
+        ChatRows.of([EncodedRow(row.ids, row.learned, row.media) for row in part]).write(folder / name)
+        for image in (image for row in part for image in row.images):
+            (folder / IMAGES / image.sha256).write_bytes(image.data)
     return DataRecord(
         checksums=checksums,
         conversations=len(examples),

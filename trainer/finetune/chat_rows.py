@@ -1,16 +1,27 @@
 """Encoded conversations on disk: the launcher writes them, every rank maps them into memory. Imports no torch."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Self
 
+import msgspec
 import numpy as np
 
 from rl_async.configs.schema.data import FinetuneConfig
+from rl_async.messages import Media
 
-# Folders within the run folder.
-ROWS, HELD_OUT = "rows", "held-out"
+# Folders within the run folder; images are those of both kinds of rows.
+ROWS, HELD_OUT, IMAGES = "rows", "held-out", "images"
+MEDIA = "media.json"
+
+
+class EncodedRow(NamedTuple):
+    """A conversation's token ids, which of them to learn, and the images that they show."""
+
+    ids: np.ndarray
+    learned: np.ndarray
+    media: Sequence[Media] = ()
 
 
 class RowSize(NamedTuple):
@@ -26,33 +37,44 @@ class RowSize(NamedTuple):
 class ChatRows:
     """R conversations, N tokens in all, concatenated. ``ends[r]`` is the index after the last token of row r.
 
-    An example is one row, or, if ``each`` is 2, a pair: the better row and the worse one.
+    An example is one row, or, if ``each`` is 2, a pair: the better row and the worse one. ``media`` are the images of
+    rows that show some, and ``images`` is the folder of their files, by SHA-256.
     """
 
     ids: np.ndarray  # int32 [N]
     learned: np.ndarray  # bool [N]
     ends: np.ndarray  # int64 [R]
     each: int = 1
+    media: Mapping[int, list[Media]] = field(default_factory=dict)
+    images: Path | None = None
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Self:
-        """Concatenate rows, each given as (token ids, which of them to learn)."""
+    def of(cls, rows: Sequence[EncodedRow]) -> Self:
+        """Concatenate rows."""
         return cls(
-            np.concatenate([np.empty(0, np.int32), *(ids for ids, _ in rows)]).astype(np.int32),
-            np.concatenate([np.empty(0, bool), *(learned for _, learned in rows)]).astype(bool),
-            np.cumsum([len(ids) for ids, _ in rows], dtype=np.int64),
+            np.concatenate([np.empty(0, np.int32), *(row.ids for row in rows)]).astype(np.int32),
+            np.concatenate([np.empty(0, bool), *(row.learned for row in rows)]).astype(bool),
+            np.cumsum([len(row.ids) for row in rows], dtype=np.int64),
+            media={number: list(row.media) for number, row in enumerate(rows) if row.media},
         )
 
     @classmethod
     def map(cls, folder: Path, each: int = 1) -> Self:
         """Map the files that ``write`` made; their pages are read when they are first used."""
         ids, learned, ends = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("ids", "learned", "ends"))
-        return cls(ids, learned, ends, each)
+        media = msgspec.json.decode((folder / MEDIA).read_bytes(), type=dict[int, list[Media]])
+        return cls(ids, learned, ends, each, media, folder.parent / IMAGES)
 
     def write(self, folder: Path) -> None:
-        """Write the three arrays as .npy files into ``folder``, which must exist."""
+        """Write the three arrays as .npy files, and the places of images, into ``folder``, which must exist."""
         for name in ("ids", "learned", "ends"):
             np.save(folder / f"{name}.npy", getattr(self, name), allow_pickle=False)
+        (folder / MEDIA).write_bytes(msgspec.json.encode(self.media))
+
+    def image(self, sha256: str) -> bytes:
+        """Read the file of an image."""
+        assert self.images is not None
+        return (self.images / sha256).read_bytes()
 
     def __len__(self) -> int:
         """Count the examples: rows, or pairs of rows."""

@@ -31,6 +31,8 @@ from rl_async.configs.schema.data import FinetuneConfig, PreferenceConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, TrainingDiverged, UserError
 from rl_async.files import append_lines, replace_file, undamaged
+from rl_async.messages import Media
+from rl_async.pictures import PictureProcessor
 from rl_async.process.run_files import Phase, beat
 from rl_async.trainer.actor_critic import build_policy
 from rl_async.trainer.backend import Backend, Outputs, learning_rate_factor
@@ -48,6 +50,7 @@ from rl_async.trainer.checkpoints import (
 )
 from rl_async.trainer.export import export
 from rl_async.trainer.finetune.chat_rows import HELD_OUT, ROWS, ChatRows, batch_of, steps_per_epoch, total_steps
+from rl_async.trainer.images import lay_images
 from rl_async.trainer.packing import Tensors, empty_tensors
 from rl_async.trainer.ranks import StopRequest, ranks_joined
 from rl_async.trainer.records import append_evaluation, next_lineage, require_newest
@@ -285,7 +288,7 @@ def micro_batches(run: Finetuning, data: ChatRows, rows: Sequence[int]) -> Itera
     )
     for places in plan.ranks[data_parallel.rank]:
         examples = [rows[place] for place in places]
-        yield Part(examples, collate(data, data.rows_of(examples), run.policy.device))
+        yield Part(examples, collate(data, data.rows_of(examples), run.policy.device, run.policy.pictures))
 
 
 def reference_of(run: Finetuning, data: ChatRows, file: Path) -> Tensor:
@@ -311,21 +314,37 @@ def reference_of(run: Finetuning, data: ChatRows, file: Path) -> Tensor:
     return found
 
 
-def collate(rows: ChatRows, numbers: Sequence[int], device: str) -> Tensors:
+@dataclass
+class ChatRow:
+    """A conversation as ``lay_images`` takes it."""
+
+    key: int
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
+    media: list[Media]
+
+
+def collate(rows: ChatRows, numbers: Sequence[int], device: str, pictures: PictureProcessor | None = None) -> Tensors:
     """Pad rows to a micro-batch, without a behaviour policy; ``mask`` is true where a token is learned."""
     if not numbers:
         return empty_tensors(device)
-    spans = [rows.span(number) for number in numbers]
-    lengths = [span.stop - span.start for span in spans]
-    shape = len(spans), max(*lengths, 2)
+    chats = [
+        ChatRow(number, rows.ids[span], rows.learned[span], rows.media.get(number, []))
+        for number in numbers
+        for span in [rows.span(number)]
+    ]
+    lengths = [len(chat.token_ids) for chat in chats]
+    shape = len(chats), max(*lengths, 2)
     tokens, mask = np.zeros(shape, np.int64), np.zeros(shape, bool)
-    for i, (span, length) in enumerate(zip(spans, lengths, strict=True)):
-        tokens[i, :length], mask[i, :length] = rows.ids[span], rows.learned[span]
+    for i, (chat, length) in enumerate(zip(chats, lengths, strict=True)):
+        tokens[i, :length], mask[i, :length] = chat.token_ids, chat.loss_mask
+    media = {sha256: rows.image(sha256) for sha256 in {medium.sha256 for chat in chats for medium in chat.media}}
     return Tensors(
         tokens=torch.from_numpy(tokens).to(device),
         lengths=torch.tensor(lengths),
         mask=torch.from_numpy(mask[:, 1:]).to(device),
         temperature=torch.ones((shape[0], 1, 1), device=device),
+        images=lay_images(chats, media, pictures, device),
     )
 
 

@@ -486,7 +486,7 @@ def test_learned_tokens_are_those_of_the_whole_template(name: str, kind: str) ->
     messages = TURNS[1:] if name.startswith("Mistral") else TURNS
     text = str(tokenizer.apply_chat_template(messages, tokenize=False)).rstrip("\n")
     assert text.endswith("</s>")
-    ids, learned = ChatEncoder(tokenizer).encode(to_chat({"messages": messages}, "c.jsonl, line 1"))
+    ids, learned, _ = ChatEncoder(tokenizer).encode(to_chat({"messages": messages}, "c.jsonl, line 1"))
     assert ids.tolist() == backend.encode(text, add_special_tokens=False).ids
 
     def decoded(count: int) -> str:
@@ -504,7 +504,7 @@ def test_an_episode_has_the_tokens_of_a_demonstration(name: str, kind: str) -> N
     tokenizer = sentencepiece_tokenizer(kind, TEMPLATES[name])
     chat, messages = choose(tokenizer), TURNS[1:]
     assert isinstance(chat, ChatRenderer)
-    ids, learned = ChatEncoder(tokenizer).encode(to_chat({"messages": messages}, "c.jsonl, line 1"))
+    ids, learned, _ = ChatEncoder(tokenizer).encode(to_chat({"messages": messages}, "c.jsonl, line 1"))
     prompt = chat.prompt(messages[:1])
     assert ids[: len(prompt)].tolist() == prompt and not learned[: len(prompt)].any()
     end = len(prompt) + int(np.argmin(learned[len(prompt) :]))

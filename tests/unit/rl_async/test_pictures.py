@@ -134,6 +134,20 @@ def test_a_processor_is_absent_for_text_models_and_refused_for_unknown_families(
         PictureProcessor.load(str(tmp_path))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_learned_tokens_stay_those_of_the_text(family: str, tmp_path: Path) -> None:
+    processor, tokenizer, draw = saved(family, tmp_path), vision_tokenizer(), random.Random(family)
+    for _ in range(20):
+        text, images = conversation(draw, family)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        newline = {token for token in ids if not tokenizer.decode([token]).strip("\n")}
+        learned = [token != processor.mark and token not in newline for token in ids]
+        expanded, flags, positions = processor.expand_row(ids, learned, images)
+        assert (expanded, positions) == processor.expand(ids, images) and len(flags) == len(expanded)
+        said = [token for token, flag in zip(ids, learned, strict=True) if flag]
+        assert [token for token, flag in zip(expanded, flags, strict=True) if flag] == said
+
+
 def test_another_number_of_images_than_marks_is_refused(tmp_path: Path) -> None:
     processor = saved("qwen2_5_vl", tmp_path)
     with pytest.raises(DataError, match="1 marks of images and 2 images"):

@@ -1,25 +1,32 @@
 """The tiny vision-language model of a warm start: it learns from images, and the trainer reads its folder."""
 
+import base64
 import io
+import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
+from rl_async.agent_loop.training_data import ChatEncoder, to_chat
 from rl_async.configs.schema.data import WarmStartConfig
+from rl_async.errors import DataError
 from rl_async.launcher.runs.tiny_model import encoder, save, tiny_model
 from rl_async.messages import Media
 from rl_async.pictures import PictureProcessor
 from rl_async.trainer.finetune.warm_start import WarmStartResult, warm_start
 from rl_async.trainer.images import Images, embedded, lay_images
+from tests.e2e.command import call
 
 COLOURS = ("red", "green", "blue")
+DEMOS = [[{"role": "user", "content": "colour"}, {"role": "assistant", "content": c}] for c in COLOURS]
 SETTINGS = WarmStartConfig(
     demos_path="none", vision=True, batch_size=12, min_steps=10, check_every=10, max_steps=200, gate=1.0
 )
@@ -58,8 +65,7 @@ def question(number: int, draw: random.Random, tokenizer: PreTrainedTokenizerFas
 
 def test_a_tiny_vision_model_learns_from_images_and_is_saved_whole(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    demos = [[{"role": "user", "content": "colour"}, {"role": "assistant", "content": c}] for c in COLOURS]
-    tokenizer = train_tokenizer(demos, 100, vision=True)
+    tokenizer = train_tokenizer(DEMOS, 100, vision=True)
     model = tiny_model(SETTINGS, tokenizer)
     processor, draw = encoder(model, tokenizer), random.Random(0)
     made = [question(number, draw, tokenizer, processor) for number in range(96)]
@@ -96,3 +102,46 @@ def test_a_tiny_vision_model_learns_from_images_and_is_saved_whole(tmp_path: Pat
     assert again is not None
     one, two = (each.encode(coloured("red", random.Random(1))) for each in (processor, again))
     assert one.tokens == two.tokens and np.array_equal(one.inputs["pixel_values"], two.inputs["pixel_values"])
+
+
+def asked(colour: str, draw: random.Random) -> dict[str, Any]:
+    """A conversation in OpenAI's form about an image, and its answer."""
+    url = f"data:image/png;base64,{base64.b64encode(coloured(colour, draw)).decode()}"
+    image = {"type": "image_url", "image_url": {"url": url}}
+    said = [{"role": "user", "content": [image, {"type": "text", "text": "colour"}]}]
+    return {"messages": [*said, {"role": "assistant", "content": colour}]}
+
+
+def test_conversations_with_images_are_encoded_as_episodes_see_them() -> None:
+    tokenizer = train_tokenizer(DEMOS, 100, vision=True)
+    processor = encoder(tiny_model(SETTINGS, tokenizer), tokenizer)
+    chat = to_chat(asked("red", random.Random(0)), "chats.jsonl, line 1")
+    tokens = ChatEncoder(tokenizer, pictures=processor).encode(chat)
+    (image,) = tokens.images
+    shown = processor.encode(image.data).tokens
+    assert tokens.ids[image.position : image.position + len(shown)].tolist() == shown
+    assert tokenizer.decode(tokens.ids[tokens.learned]) == "red<|im_end|>"
+    before = tokenizer.decode(tokens.ids[: image.position])
+    assert before == "<|im_start|>user\n<|vision_start|>"
+    with pytest.raises(DataError, match=r"line 1.*reads text only"):
+        ChatEncoder(tokenizer).encode(chat)
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|image_pad|>", "")
+    with pytest.raises(DataError, match=r"line 1.*0 marks of images and 1 images"):
+        ChatEncoder(tokenizer, pictures=processor).encode(chat)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_fine_tuning_learns_what_images_show(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tokenizer, draw = train_tokenizer(DEMOS, 100, vision=True), random.Random(0)
+    save(tmp_path / "base", tiny_model(SETTINGS, tokenizer), tokenizer, SETTINGS, WarmStartResult(1, 1.0, 0.0))
+    rows = (json.dumps(asked(draw.choice(COLOURS), draw)) + "\n" for _ in range(120))
+    (tmp_path / "chats.jsonl").write_text("".join(rows))
+    settings = ["--epochs", "12", "--batch-size", "12", "--learning-rate", "3e-3", "model.dtype=float32"]
+    done = call(tmp_path, "sft", "--model", "base", "--data", "chats.jsonl", "--out", "out", *settings)
+    assert done.returncode == 0, done.stderr
+    evaluations = [json.loads(line) for line in (tmp_path / "out.run/evaluations.jsonl").read_text().splitlines()]
+    # Without the image each answer would be a guess among three, and its end is certain: log(3) / 2 for each token.
+    assert evaluations[-1]["eval/loss"] < 0.1 < np.log(3) / 2
+    assert PictureProcessor.load(str(tmp_path / "out")) is not None

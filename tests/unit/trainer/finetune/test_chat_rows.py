@@ -7,14 +7,18 @@ import numpy as np
 import pytest
 
 from rl_async.configs.schema.data import FinetuneConfig
-from rl_async.trainer.finetune.chat_rows import ChatRows, batch_of, steps_per_epoch, total_steps
+from rl_async.errors import DataError
+from rl_async.messages import Media
+from rl_async.pictures import PictureProcessor
+from rl_async.trainer.finetune.chat_rows import IMAGES, ChatRows, EncodedRow, batch_of, steps_per_epoch, total_steps
 from rl_async.trainer.finetune.loop import collate, is_measured, keep_lines
+from tests.support.vision_models import drawing, save_vision_model
 
 
 def rows(*lengths: int) -> ChatRows:
     """Rows of these lengths whose second half is learned."""
     draw = np.random.default_rng(0)
-    return ChatRows.of([(draw.integers(0, 50, n), np.arange(n) >= n // 2) for n in lengths])
+    return ChatRows.of([EncodedRow(draw.integers(0, 50, n), np.arange(n) >= n // 2) for n in lengths])
 
 
 def test_what_is_mapped_is_what_was_written(tmp_path: Path) -> None:
@@ -38,6 +42,26 @@ def test_a_micro_batch_has_the_tokens_and_what_is_learned_of_them() -> None:
     assert batch.tokens[1].tolist() == [*data.ids[:5].tolist(), 0, 0, 0]
     assert batch.mask.tolist() == [[False] * 3 + [True] * 4, [False] + [True] * 3 + [False] * 3]
     assert not collate(data, [], "cpu").mask.any(), "a rank without rows trains nothing"
+
+
+def test_a_micro_batch_has_the_images_of_its_rows(tmp_path: Path) -> None:
+    save_vision_model("qwen2_5_vl", tmp_path / "model")
+    pictures = PictureProcessor.load(str(tmp_path / "model"))
+    assert pictures is not None
+    ids, (place,) = pictures.expand([1, pictures.mark, 2, 3], [drawing(0)])
+    medium = Media.of(drawing(0), "image/png", place)
+    plain = EncodedRow(np.array([1, 2]), np.array([False, True]))
+    made = ChatRows.of([plain, EncodedRow(np.array(ids), np.arange(len(ids)) > 5, [medium])])
+    (tmp_path / "rows").mkdir()
+    (tmp_path / IMAGES).mkdir()
+    made.write(tmp_path / "rows")
+    (tmp_path / IMAGES / medium.sha256).write_bytes(drawing(0))
+    found = ChatRows.map(tmp_path / "rows")
+    images = collate(found, [0, 1], "cpu", pictures).images
+    assert images is not None and images.features.tolist() == [[-1] * len(ids), [-1, 0, 1, 2, 3, -1, -1]]
+    assert collate(found, [0], "cpu", pictures).images is None
+    with pytest.raises(DataError, match="reads no images"):
+        collate(found, [1], "cpu")
 
 
 @pytest.mark.parametrize(("count", "size"), [(10, 4), (3, 8), (8, 4), (9, 1)])
