@@ -234,8 +234,15 @@ class SglangEngine:
         """Sample once. Raises EngineLost also if the engine's weights are older than ``request.min_version``.
 
         Raises EngineRejected for truncating samplers, since SGLang reports log-probabilities before the truncation, and
-        SchemaRejected for JSON schemas, since it is started without the tokenizer that they need.
+        SchemaRejected for JSON schemas, since it is started without the tokenizer that they need. Prompts with images
+        are rejected, since it decodes their ids to text and tokenises that again (``load_mm_data`` in
+        ``sglang/srt/multimodal/processors/base_processor.py``), so that other ids would be sampled from than trained.
         """
+        if request.images:
+            raise EngineRejected(
+                f"SGLang tokenises prompts with images again, so it cannot serve the {len(request.images)} images of "
+                f"request {request.request_id}; use rollout.engine: vllm or embedded"
+            )
         if request.json_schema:
             raise SchemaRejected("SGLang, which serves token ids without a tokenizer, cannot follow a JSON schema")
         if request.sampling.truncating:

@@ -12,7 +12,7 @@ from aiohttp.test_utils import TestServer
 
 from rl_async.errors import EngineLost, EngineRejected
 from rl_async.messages import Sampling, Version, VersionRun
-from rl_async.rollout_server.api import GenerateRequest
+from rl_async.rollout_server.api import GenerateRequest, Image
 from rl_async.rollout_server.sglang.client import SglangEngine
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 
@@ -114,10 +114,11 @@ async def test_an_aborted_request_keeps_what_was_sampled() -> None:
     assert (got.token_ids, got.finish_reason) == ([5, 9], "abort")
 
 
-async def test_a_json_schema_is_refused_and_not_forgotten() -> None:
+@pytest.mark.parametrize("change", [{"json_schema": "{}"}, {"images": [Image.of(b"a drawing", "image/png", 0)]}])
+async def test_json_schemas_and_images_are_refused_and_not_forgotten(change: dict[str, Any]) -> None:
     async with answering(lambda path, body: pytest.fail("it was asked")) as client:
         with pytest.raises(EngineRejected):
-            await client.generate(msgspec.structs.replace(REQUEST, json_schema="{}"))
+            await client.generate(msgspec.structs.replace(REQUEST, **change))
 
 
 @pytest.mark.parametrize("sampling", [Sampling(top_p=0.9), Sampling(top_k=20), Sampling(min_p=0.1)])

@@ -1,0 +1,173 @@
+"""Prompts with images over HTTP: the embedded engine and real vLLM serve the same tiny Qwen2.5-VL."""
+
+import asyncio
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from rl_async.errors import EngineRejected
+from rl_async.messages import Sampling, Version
+from rl_async.pictures import PictureProcessor
+from rl_async.rollout_server.api import GenerateRequest, GenerateResult, Image
+from rl_async.rollout_server.vllm.client import VllmEngine
+from tests.contracts.engines.conftest import Connect
+from tests.contracts.engines.engine_peers import Peer, paused, running
+from tests.contracts.engines.engine_weights import send
+from tests.support.rounding import PlainPass
+from tests.support.vision_models import drawing, save_vision_model
+
+V0, V1 = Version(0, 0), Version(0, 1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen2.5-VL with heads that vLLM takes on a CPU."""
+    folder = tmp_path_factory.mktemp("qwen2_5_vl")
+    save_vision_model("qwen2_5_vl", folder, num_attention_heads=2, num_key_value_heads=1)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["embedded", pytest.param("vllm", marks=pytest.mark.slow)])
+def peer(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peer]:
+    with running(request.param, folder, tmp_path_factory.mktemp("run"), eager=True, model_length=512) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def processor(folder: Path) -> PictureProcessor:
+    loaded = PictureProcessor.load(str(folder))
+    assert loaded is not None
+    return loaded
+
+
+def scaled(folder: Path, tower: float = 1.0, language: float = 1.0) -> Any:
+    """The folder's model with the matrices of its vision tower and of its language model scaled."""
+    model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1:
+                weight.mul_(tower if ".visual." in name else language)
+    return model
+
+
+async def update(client: VllmEngine, model: Any, version: Version) -> None:
+    await send(client, [(name, weight.detach()) for name, weight in model.named_parameters()], version)
+
+
+@pytest.fixture
+async def engine(connect: Connect, folder: Path) -> VllmEngine:
+    """A client; the engine serves the folder's weights as version 0.0."""
+    client = connect()
+    await update(client, scaled(folder), V0)
+    return client
+
+
+def ask(processor: PictureProcessor, *seeds: int, max_tokens: int = 8, **more: Any) -> GenerateRequest:
+    """A prompt with a drawing for each seed. It ends before an image token, which Transformers takes for an image's."""
+    ids = [3, 1, 4]
+    for _ in seeds:
+        ids += [processor.mark, 5, 9]
+    drawings = [drawing(seed, 40, 24) for seed in seeds]
+    expanded, positions = processor.expand(ids, drawings)
+    settings: dict[str, Any] = {"sampling": Sampling(), "min_version": V0} | more
+    return GenerateRequest(
+        request_id=secrets.token_hex(4),
+        token_ids=expanded,
+        images=[Image.of(d, "image/png", p) for d, p in zip(drawings, positions, strict=True)],
+        max_tokens=max_tokens,
+        stop_token_ids=[processor.image_token],
+        **settings,
+    )
+
+
+def inputs(processor: PictureProcessor, request: GenerateRequest, length: int) -> dict[str, torch.Tensor]:
+    """The model's arguments for the images of a row."""
+    pictures = [processor.encode(image.data) for image in request.images]
+    kinds = np.zeros((1, length), dtype=np.int64)
+    for image, picture in zip(request.images, pictures, strict=True):
+        kinds[0, image.position : image.position + len(picture.tokens)] = 1
+    arrays = processor.arguments(pictures) | {"mm_token_type_ids": kinds}
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def row(request: GenerateRequest, got: GenerateResult) -> tuple[list[int], list[float]]:
+    """The row's ids without the stop token, and the log-probabilities of its sampled tokens."""
+    count = len(got.token_ids) - (got.finish_reason == "stop")
+    return request.token_ids + got.token_ids[:count], got.logprobs[:count]
+
+
+def errors(
+    plain: PlainPass, processor: PictureProcessor, request: GenerateRequest, got: GenerateResult
+) -> torch.Tensor:
+    """Errors of the engine's log-probabilities, as multiples of what rounding explains."""
+    ids, found = row(request, got)
+    return plain.errors(ids, found, **inputs(processor, request, len(ids)))
+
+
+async def test_logprobs_agree_with_a_plain_forward_pass(
+    engine: VllmEngine, folder: Path, processor: PictureProcessor
+) -> None:
+    requests = [ask(processor, *seeds) for seeds in ((1,), (2, 3), (1,), (4, 4, 1), (2, 3))]
+    model = scaled(folder)
+    plain, off = PlainPass(model), list[float]()
+    # Once more, on the prefixes that the engine has kept.
+    for _ in range(2):
+        for request, got in zip(requests, await asyncio.gather(*map(engine.generate, requests)), strict=True):
+            assert (errors(plain, processor, request, got) <= 1).all()
+            ids, found = row(request, got)
+            with torch.no_grad():
+                logits = model(torch.tensor([ids]), **inputs(processor, request, len(ids))).logits[0]
+            expected = logits.log_softmax(-1)[range(len(request.token_ids) - 1, len(ids) - 1), ids[-len(found) :]]
+            off += (expected - torch.tensor(found)).abs().tolist() if found else []
+    assert np.mean(off) <= 1e-5
+
+
+async def test_another_image_gives_other_numbers_and_the_same_image_the_same(
+    engine: VllmEngine, processor: PictureProcessor
+) -> None:
+    greedy = {"sampling": Sampling(temperature=0.0), "max_tokens": 1}
+    same, again, other = [await engine.generate(ask(processor, seed, **greedy)) for seed in (7, 7, 8)]
+    assert same.token_ids == again.token_ids and abs(same.logprobs[0] - again.logprobs[0]) < 1e-5
+    assert other.token_ids != same.token_ids or abs(other.logprobs[0] - same.logprobs[0]) > 1e-3
+
+
+async def test_updates_reach_both_towers_and_requests_in_flight(
+    engine: VllmEngine, folder: Path, processor: PictureProcessor
+) -> None:
+    before = await engine.checksums()
+    request, new = ask(processor, 5, max_tokens=400), scaled(folder, tower=1.5)
+    request = msgspec.structs.replace(request, stop_token_ids=[])
+    first = ask(processor, 6)
+    await engine.generate(first)
+    async with paused(engine, request) as (task,):
+        await update(engine, new, V1)
+    got = await task
+    assert [run.version for run in got.versions] == [V0, V1]
+    after = await engine.checksums()
+    moved = {name for name in before if before[name] != after[name]}
+    assert moved and all("visual" in name for name in moved)
+    # The images of both prompts are known from the time of the old weights.
+    for again in (first, ask(processor, 5)):
+        changed = await engine.generate(msgspec.structs.replace(again, min_version=V1))
+        assert (errors(PlainPass(new), processor, again, changed) <= 1).all()
+    both = scaled(folder, tower=1.5, language=1.25)
+    await update(engine, both, Version(0, 2))
+    assert (errors(PlainPass(both), processor, first, await engine.generate(first)) <= 1).all()
+
+
+async def test_images_that_do_not_fit_are_refused(engine: VllmEngine, processor: PictureProcessor) -> None:
+    request = ask(processor, 9)
+    (image,) = request.images
+    smaller, larger = (Image.of(drawing(9, *size), "image/png", image.position) for size in ((16, 16), (64, 64)))
+    broken = Image.of(image.data[: len(image.data) // 2], "image/png", image.position)
+    for images in ([smaller], [larger], [broken], [image, image]):
+        with pytest.raises(EngineRejected):
+            await engine.generate(msgspec.structs.replace(request, images=images))
+    assert (await engine.generate(request)).token_ids
