@@ -39,27 +39,26 @@ class PlacedImage:
 def place(processor: PictureProcessor | None, ids: Sequence[int], images: Sequence[Image]) -> tuple[PlacedImage, ...]:
     """Encode the images of a prompt. Raises DataError unless ``ids`` has each image's tokens at its position, in order.
 
-    The image tokens of ``ids`` outside its images count as text, as if the policy had sampled them.
+    Image tokens elsewhere in ``ids`` count as text: the policy may sample them.
     """
     if images and processor is None:
         raise DataError(f"the prompt has {len(images)} images, but this model reads none")
     placed: list[PlacedImage] = []
-    end = 0
+    starts, end = {image.position for image in images}, 0
     for image in images:
         assert processor is not None
         picture, start = processor.encode(image.data), image.position
-        tokens = picture.tokens
-        # A newline beside the image may have become one token with the prompt's.
-        inner = slice(start + 1, start + len(tokens) - 1)
+        tokens, before, end = picture.tokens, end, start + len(picture.tokens)
         features = start + np.flatnonzero(np.asarray(tokens) == processor.image_token)
-        fits = end <= start and list(ids[inner]) == tokens[1:-1]
-        if not fits or any(ids[index] != processor.image_token for index in features):
+        # A newline beside the image may have become one token with the prompt's.
+        fits = before <= start and list(ids[start + 1 : end - 1]) == tokens[1:-1] and end <= len(ids)
+        longer = end not in starts and list(ids[end : end + 1]) == [processor.image_token]
+        if not fits or longer or any(ids[index] != processor.image_token for index in features):
             raise DataError(
                 f"token_ids lacks the {len(tokens)} tokens of image {image.sha256[:12]} at position {start}; expand "
                 "prompts with the processor of the model that the engine serves"
             )
         placed.append(PlacedImage(image.sha256, start, picture, features))
-        end = placed[-1].end
     return tuple(placed)
 
 
