@@ -153,6 +153,9 @@ VLLM = EngineTraits(
         "--worker-extension-cls": "rl_async.rollout_server.vllm.slices.WeightBoxes",
         # The model's folder may have defaults for sampling, which would apply otherwise.
         "--generation-config": "vllm",
+        # A pause empties the cache of processed images in two processes, one after the other. A request between them
+        # would name an image that only one of them has, and fail.
+        "--mm-processor-cache-gb": "0",
         # vLLM's own --api-key leaves the control routes open.
         "--middleware": "rl_async.process.http_auth.RequireToken",
     },

@@ -32,6 +32,8 @@ def register() -> None:
         )
     _report_versions_in_every_part()
     _read_every_answer()
+    _take_expanded_prompts()
+    _process_images_with_pillow()
     int8.register()
     if current_platform.is_cpu():
         _keep_weights_unpacked()
@@ -162,3 +164,50 @@ def _report_versions_in_every_part() -> None:
         return output
 
     RequestState._new_completion_output = with_versions
+
+
+def _take_expanded_prompts() -> None:
+    """Have vLLM take prompts of token ids as they are, with each image's tokens, as the trainer will see them.
+
+    vLLM would take the first of these tokens for the mark of a chat template, and put all of them in its place. Text
+    with marks, as in its warm-up, is still expanded.
+    """
+    from vllm.multimodal.processing.processor import BaseMultiModalProcessor
+    from vllm.renderers.base import BaseRenderer
+
+    apply, process = BaseMultiModalProcessor._apply_prompt_updates, BaseRenderer._process_tokens_async
+
+    def unless_expanded(processor: Any, ids: list[int], updates: Any) -> tuple[list[int], Any]:
+        found = processor._find_mm_placeholders(ids, updates)
+        if all(len(found.get(kind, ())) == len(items) for kind, items in updates.items()):
+            return ids, found
+        return apply(processor, ids, updates)
+
+    async def unchanged(renderer: Any, prompt: Any, **named: Any) -> Any:
+        made = await process(renderer, prompt, **named)
+        ids = prompt["prompt_token_ids"]
+        # A prompt of token ids alone has no text.
+        if "prompt" not in prompt and made["type"] == "multimodal":
+            places = made["mm_placeholders"].get("image", ())
+            longer = any(ids[p.offset + p.length - 1 : p.offset + p.length + 1] == [ids[p.offset]] * 2 for p in places)
+            if longer or made["prompt_token_ids"] != ids:
+                raise ValueError(
+                    "token_ids lacks the tokens that this engine makes of the images; expand prompts with the "
+                    "processor of the model that it serves, and give it no --mm-processor-kwargs"
+                )
+        return made
+
+    BaseMultiModalProcessor._apply_prompt_updates = unless_expanded
+    BaseRenderer._process_tokens_async = unchanged
+
+
+def _process_images_with_pillow() -> None:
+    """Have vLLM resample images with Pillow, as the trainer does; torchvision's results differ in the last bits."""
+    from transformers import AutoImageProcessor
+
+    load = AutoImageProcessor.from_pretrained
+
+    def with_pillow(*arguments: Any, **named: Any) -> Any:
+        return load(*arguments, **(named | {"backend": "pil"}))
+
+    AutoImageProcessor.from_pretrained = with_pillow

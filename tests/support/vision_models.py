@@ -81,7 +81,8 @@ def vision_config(family: str, tokenizer: PreTrainedTokenizerFast, **text: Any) 
     match family:
         case "qwen2_5_vl" | "qwen3_vl":
             tower = _QWEN_TOWER | {"out_hidden_size": text["hidden_size"], "patch_size": 8}
-            rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+            part = text["head_dim"] // 16
+            rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2 * part, 3 * part, 3 * part]}
             if family == "qwen2_5_vl":
                 text.pop("head_dim")
                 tower |= {"window_size": 32, "fullatt_block_indexes": [1]}
