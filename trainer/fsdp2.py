@@ -203,7 +203,9 @@ class Fsdp2Backend:
         assert self.config is not None
         if self._lora is not None:
             write_adapter(folder, folder / SHARDS, self._base, self._lora, self._targets)
-        tokenizer = self.path if self.model.has_logits or self.pictures else None
+        saved = Path(self.path) / MODEL_FOLDER
+        source = str(saved) if saved.is_dir() else self.path
+        tokenizer = source if self.model.has_logits or self.pictures else None
         write_described(folder, self.hf_config, tokenizer, self.config.checkpoint_hf)
 
     def save(self, folder: Path) -> None:

@@ -249,7 +249,8 @@ def test_a_critic_of_its_own_is_saved_and_built_again(family: str, tmp_path: Pat
     for _ in range(2):
         critic.step([tensors], values)
     critic.save(tmp_path / "saved")
-    again = Fsdp2Backend(str(tmp_path / "saved"), "float32", "cpu", None, head="value")
+    again = Fsdp2Backend(str(tmp_path / "saved"), "float32", "cpu", config, head="value")
+    again.save(tmp_path / "again")
     mine, theirs = (each.forward(tensors).values for each in (critic, again))
     assert mine is not None and theirs is not None and mine.any() and torch.equal(mine, theirs)
 
