@@ -106,8 +106,6 @@ class PictureProcessor:
 
         Raises UserError if its family is not covered, or files of its processor are missing.
         """
-        from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
-
         file = Path(model) / "config.json"
         stored = read_object(file, "model.path") if file.is_file() else {}
         if "vision_config" not in stored:
@@ -118,6 +116,9 @@ class PictureProcessor:
                 f"model.path={model}: images of models of type {kind} are not supported; use one of "
                 f"{', '.join(FAMILIES)}"
             )
+        # Their import takes a second, and most models read no images.
+        from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+
         try:
             # Torchvision's resampling differs from Pillow's in the last bits, so it would split a run's processes.
             processor = AutoImageProcessor.from_pretrained(model, backend="pil", trust_remote_code=False)
