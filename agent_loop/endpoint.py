@@ -22,12 +22,13 @@ from rl_async.agent_loop.chat_formats.format import (
     TooLong,
 )
 from rl_async.configs.schema.rollout import EndpointConfig
-from rl_async.errors import EngineLost, EngineRejected
+from rl_async.errors import DataError, EngineLost, EngineRejected
 from rl_async.files import UNDECODABLE
 from rl_async.messages import CallProblem, Version, VersionRun
 from rl_async.reward_loop.api import ScorerFailed
 from rl_async.reward_loop.model_client import poster_of, read_api_key
-from rl_async.rollout_server.api import GenerateRequest, GenerateResult
+from rl_async.rollout_server.api import GenerateRequest, GenerateResult, Image
+from rl_async.transfer_queue.images import images_of
 
 # Ends a line; encoded JSON never contains it.
 END = ord("\n")
@@ -76,6 +77,7 @@ class MessageLines:
     name = "messages"
     prints_tools = True
     plain_turns = False
+    pictures = None
 
     def __init__(self) -> None:
         self.stop_token_ids = [END]
@@ -103,6 +105,14 @@ class MessageLines:
     ) -> list[int]:
         """Encode the lines of ``messages``. Raises TooLong unless these are fewer than ``limit`` tokens."""
         return _within(limit, self._lines(messages))
+
+    def expand(
+        self, token_ids: list[int], messages: Sequence[Message], *, start: int = 0, limit: int = sys.maxsize
+    ) -> tuple[list[int], list[Image]]:
+        """Return the tokens as they are. Raises DataError for images, since a line of them would be all tokens."""
+        if images_of(messages):
+            raise DataError(f"{SECTION}: images are not sent to endpoints; evaluate their tasks with a model folder")
+        return token_ids, []
 
     def _lines(self, messages: Sequence[Message]) -> list[int]:
         return [token for message in messages for token in line(message)]

@@ -36,6 +36,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError
 from rl_async.messages import Activity, LeasedGroup, Sampling, ToolCall, Trajectory, Turn
 from rl_async.rollout_server.api import GenerateRequest, Generator
+from rl_async.transfer_queue.images import MARK
 from rl_async.userload import is_user_reference, load_user_object
 
 
@@ -88,13 +89,14 @@ class Episode:
         self._began = time.monotonic()
         try:
             token_ids = chat.prompt(self.messages, self.schemas, limit=self._limit)
+            token_ids, images = chat.expand(token_ids, self.messages, limit=self._limit)
         except TooLong as error:
             raise PromptTooLong(
                 f"task {self.task.task_id}: its prompt of {error} leaves no room to answer within {self._limit} "
                 "(agent.max_tokens, rollout.max_model_len)"
             ) from None
         turns = [Turn(role=message["role"], text=said_text(message), end=len(token_ids)) for message in self.messages]
-        self._rows = [Segment(RowTokens(token_ids), turns)]
+        self._rows = [Segment(RowTokens(token_ids, images), turns)]
 
     @property
     def turns(self) -> list[Turn]:
@@ -137,6 +139,7 @@ class Episode:
             request_id=(name := f"{self._session}.{len(self.turns)}"),
             traceparent=tracing.traceparent(self._trace, name),
             token_ids=self._row.token_ids.copy(),
+            images=list(self._row.images),
             sampling=self._sampling,
             max_tokens=room,
             stop_token_ids=self._chat.stop_token_ids,
@@ -187,7 +190,9 @@ class Episode:
         start = len(self._row)
         said = self._said if self.turns[-1].role == "assistant" else []
         prompt = self._row.token_ids[: start - len(said)]
-        self._row.add(self._chat.bridge(prompt, said, messages, self.schemas, limit=self._limit - start))
+        room = self._limit - start
+        new = self._chat.bridge(prompt, said, messages, self.schemas, limit=room)
+        self._row.add(*self._chat.expand(new, messages, start=start, limit=room))
         for message in messages:
             self.turns.append(Turn(role=message["role"], text=message["content"], start=start, end=len(self._row)))
 
@@ -195,6 +200,7 @@ class Episode:
         """Begin a row with the conversation as the chat template prints it now, none of it counted as sampled."""
         whole = [*self.messages, *messages]
         prompt = self._chat.prompt(whole, self.schemas, sampled=self._sampled(), limit=self._limit)
+        prompt, images = self._chat.expand(prompt, whole, limit=self._limit)
         turns = self.turns
         # The finished row keeps copies, since the turns get new places.
         self._rows[-1].turns = [msgspec.structs.replace(turn) for turn in turns]
@@ -203,7 +209,7 @@ class Episode:
         turns += [Turn(role=message["role"], text=message["content"], end=len(prompt)) for message in messages]
         if not self._row.sampled:
             self._rows.pop()
-        self._rows.append(Segment(RowTokens(prompt), turns))
+        self._rows.append(Segment(RowTokens(prompt, images), turns))
 
     def _sampled(self) -> set[int]:
         """The positions of the messages that the policy sampled."""
@@ -249,6 +255,8 @@ class Episode:
         for call, (result, seconds) in zip(calls, done):
             text = await off_loop(len(result.text), self._chat.cut, result.text, agent.tool_response_tokens)
             cut = result.whole or (len(result.text) if text != result.text else 0)
+            # An image whose mark was cut off is cut off, too.
+            images = list(result.images[: text.count(MARK)])
             text = marked_as_cut(text, cut) if cut else text
             self.turns[-1].tool_calls.append(
                 ToolCall(
@@ -265,7 +273,7 @@ class Episode:
             )
             self._reward_turn(result.reward, result.reason)
             self.done = self.done or result.done
-            message = {"role": "tool", "content": text, "name": call.name}
+            message = {"role": "tool", "content": text, "name": call.name} | ({"images": images} if images else {})
             messages.append(message | ({"tool_call_id": call.id} if call.id else {}))
         return messages
 
@@ -289,6 +297,11 @@ class Episode:
         """Return the position in the last row of the first token that differs from the chat template of the whole
         conversation, or None."""
         return self._chat.check(self.messages, self._row.token_ids, self.schemas, sampled=self._sampled())
+
+    @property
+    def images(self) -> dict[str, bytes]:
+        """The images that its rows refer to, by hash."""
+        return {image.sha256: image.data for row in self._rows for image in row.tokens.images}
 
     def trajectories(self, finish_reason: str) -> list[Trajectory]:
         """Return the rows to train on, not scored yet; the last one ends with the last answer."""

@@ -23,8 +23,8 @@ class RecordedRunner:
     def __init__(self, config: RunConfig) -> None:
         self._recording, self._reading = Recording(config.rollout.replay), asyncio.Lock()
 
-    async def run(self, group: LeasedGroup, sample: int) -> list[Trajectory]:
-        """Return a sample's rows, scored."""
+    async def run(self, group: LeasedGroup, sample: int, images: dict[str, bytes] | None = None) -> list[Trajectory]:
+        """Return a sample's rows, scored. Rows with images are not recorded whole, and are refused."""
         async with self._reading:
             samples = await asyncio.to_thread(self._recording.rows, *place_of(group.task))
         name = f"{group.group_id}.{sample}.{group.attempt}"

@@ -6,31 +6,37 @@ from typing import Any
 
 import numpy as np
 
-from rl_async.messages import LeasedGroup, Sampling, Trajectory, Turn, VersionRun
-from rl_async.rollout_server.api import GenerateResult
+from rl_async.messages import LeasedGroup, Media, Sampling, Trajectory, Turn, VersionRun
+from rl_async.rollout_server.api import GenerateResult, Image
 
 
 class RowTokens:
     """An append-only sequence of tokens with loss mask, log-probabilities and versions.
 
     ``sampled`` counts the policy's own tokens, and ``routed`` the first tokens with a record of their experts.
+    ``images`` are those among its tokens, in order.
     """
 
-    def __init__(self, token_ids: Sequence[int] = ()) -> None:
+    def __init__(self, token_ids: Sequence[int] = (), images: Sequence[Image] = ()) -> None:
         self.token_ids: list[int] = []
+        self.images: list[Image] = []
         self._mask: list[bool] = []
         self._logprobs: list[float] = []
         self._versions: list[VersionRun] = []
         self._constrained: list[tuple[int, int]] = []
         self._experts: list[np.ndarray] = []
         self.sampled = self.routed = 0
-        self.add(token_ids)
+        self.add(token_ids, images)
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def add(self, token_ids: Sequence[int]) -> None:
-        """Append tokens that the policy did not sample; they are masked out of the loss."""
+    def add(self, token_ids: Sequence[int], images: Sequence[Image] = ()) -> None:
+        """Append tokens that the policy did not sample; they are masked out of the loss.
+
+        ``images`` are those among them, at their positions in the row.
+        """
+        self.images += images
         self.token_ids += token_ids
         self._mask += [False] * len(token_ids)
         self._logprobs += [0.0] * len(token_ids)
@@ -58,14 +64,15 @@ class RowTokens:
             self.routed += len(new)
 
     def arrays(self) -> dict[str, Any]:
-        """Return these fields of a Trajectory: token_ids, loss_mask, logprobs, versions, constrained and
-        routed_experts."""
+        """Return these fields of a Trajectory: token_ids, loss_mask, logprobs, versions, constrained,
+        media and routed_experts."""
         return {
             "token_ids": np.array(self.token_ids, np.int32),
             "loss_mask": np.array(self._mask, np.bool_),
             "logprobs": np.array(self._logprobs, np.float32),
             "versions": list(self._versions),
             "constrained": list(self._constrained),
+            "media": [Media(sha256=image.sha256, mime=image.mime, position=image.position) for image in self.images],
             "routed_experts": np.concatenate(self._experts) if self._experts else None,
         }
 

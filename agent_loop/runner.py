@@ -45,6 +45,7 @@ from rl_async.errors import ConfigError, EnvironmentFailed, EpisodeTimeout
 from rl_async.messages import TIMEOUT, LeasedGroup, Task, Trajectory
 from rl_async.reward_loop.api import ENVIRONMENT, Score
 from rl_async.rollout_server.api import Generator
+from rl_async.transfer_queue.images import images_of
 
 log = logging.getLogger("rl_async.agent_loop")
 
@@ -213,8 +214,10 @@ class EpisodeRunner:
         for opponent in self._opponents.values():
             await opponent.close()
 
-    async def run(self, group: LeasedGroup, sample: int) -> list[Trajectory]:
+    async def run(self, group: LeasedGroup, sample: int, images: dict[str, bytes] | None = None) -> list[Trajectory]:
         """Run one episode; return its rows, role by role. A conversation's last row ends with the last answer.
+
+        The images that the rows refer to are added to ``images``, by hash.
 
         The rows are not scored, but carry the environment's reward. Raises EpisodeTimeout at the deadline, since a
         user's loop or environment may never return; EngineError; EnvironmentFailed; any error of a user's loop;
@@ -232,6 +235,9 @@ class EpisodeRunner:
         rows = [row for conversation in played for row in self._rows(*conversation)]
         for segment, row in enumerate(rows):
             row.segment = segment
+        if images is not None:
+            for conversation in played:
+                images |= conversation.episode.images
         return rows
 
     async def _played(self, group: LeasedGroup, sample: int, begun: list[Episode]) -> list["_Played"]:
@@ -293,7 +299,7 @@ class EpisodeRunner:
                 code = await stack.enter_async_context(CodeTools(self._services.sandbox(), self._config))
                 tools = code.bind(tools)
             episode = await off_loop(
-                text_size(prompt),
+                text_size(prompt) + sum(map(len, images_of(prompt))),
                 Episode,
                 shared.group,
                 shared.sample,

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import re
 from collections import Counter
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Coroutine, Mapping
 from typing import Any, Protocol
 
 from rl_async.agent_loop import telemetry
@@ -30,7 +30,7 @@ class SampleQueue(Protocol):
 
     async def lease(self, max_groups: int, wait_s: float) -> Leased: ...
     async def renew(self, held: list[SampleKey]) -> Renewed: ...
-    def put(self, *rows: Trajectory) -> Awaitable[Done | Refused]: ...
+    def put(self, *rows: Trajectory, media: Mapping[str, bytes] | None = None) -> Awaitable[Done | Refused]: ...
     async def fail(self, group_id: int, sample: int, attempt: int, error: str) -> Done | Refused: ...
 
 
@@ -43,8 +43,11 @@ class GatewayQueue(SampleQueue, Protocol):
 class Runner(Protocol):
     """Plays the episodes of an agent worker."""
 
-    async def run(self, group: LeasedGroup, sample: int) -> list[Trajectory]:
-        """Return the rows of one sample, not scored yet. Its errors are reported to the queue."""
+    async def run(self, group: LeasedGroup, sample: int, images: dict[str, bytes]) -> list[Trajectory]:
+        """Return the rows of one sample, not scored yet, and add their images by hash to ``images``.
+
+        Errors are reported to the queue.
+        """
         ...
 
 
@@ -159,10 +162,10 @@ class AgentWorker:
 
     async def _play(self, group: LeasedGroup, sample: int) -> None:
         """Play one sample and put all its rows, or report its failure; do neither if the queue has taken it back."""
-        key = group.group_id, sample, group.attempt
+        key, images = (group.group_id, sample, group.attempt), dict[str, bytes]()
         try:
             async with self._slots:
-                rows = await self._played(key, group, sample)
+                rows = await self._played(key, group, sample, images)
                 if rows is None:
                     self.refused += 1
                     log.info("sample %d.%d was stopped: another worker plays it by now", group.group_id, sample)
@@ -171,7 +174,7 @@ class AgentWorker:
                     reply = await self._queue.fail(group.group_id, sample, group.attempt, rows)
                     self.failed += 1
                 else:
-                    reply = await self._queue.put(*rows)
+                    reply = await self._queue.put(*rows, media=images)
                     self.put += 1
             if isinstance(reply, Refused):
                 self.refused += 1
@@ -182,9 +185,11 @@ class AgentWorker:
             self._held.remove(key)
             self._less_work.set()
 
-    async def _played(self, key: SampleKey, group: LeasedGroup, sample: int) -> list[Trajectory] | str | None:
+    async def _played(
+        self, key: SampleKey, group: LeasedGroup, sample: int, images: dict[str, bytes]
+    ) -> list[Trajectory] | str | None:
         """Return the result of ``_rows``, or None if the queue took the sample back meanwhile."""
-        playing = self._playing[key] = asyncio.create_task(self._rows(group, sample))
+        playing = self._playing[key] = asyncio.create_task(self._rows(group, sample, images))
         try:
             await asyncio.wait([playing])
         finally:
@@ -196,12 +201,12 @@ class AgentWorker:
             return None
         return "CancelledError: raised by the episode" if playing.cancelled() else playing.result()
 
-    async def _rows(self, group: LeasedGroup, sample: int) -> list[Trajectory] | str:
+    async def _rows(self, group: LeasedGroup, sample: int, images: dict[str, bytes]) -> list[Trajectory] | str:
         """Return the sample's scored rows, or the error as text. In a replay, raises the error."""
         trace = group.trace(sample)
         try:
             with telemetry.of_agent(trace, group, group.task.agent or self._agent.loop):
-                rows = await self._runner.run(group, sample)
+                rows = await self._runner.run(group, sample, images)
             for *others, last in by_role(rows):
                 with telemetry.of_reward(trace, last):
                     await self._rewards.score(group.task, last, *others)

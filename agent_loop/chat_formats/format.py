@@ -14,6 +14,8 @@ import msgspec
 
 from rl_async.files import UNDECODABLE
 from rl_async.messages import CallProblem
+from rl_async.pictures import PictureProcessor
+from rl_async.rollout_server.api import Image
 
 Message = dict[str, Any]
 
@@ -93,6 +95,8 @@ class ChatFormat(Protocol):
     stop_token_ids: list[int]
     prints_tools: bool
     plain_turns: bool
+    # None for a model that reads no images.
+    pictures: PictureProcessor | None
 
     @property
     def name(self) -> str: ...
@@ -125,6 +129,16 @@ class ChatFormat(Protocol):
 
         A turn that was cut short is ended first. Raises TooLong unless these are fewer than ``limit`` tokens, and
         CannotBridge if the format cannot go on without encoding what was sampled.
+        """
+        ...
+
+    def expand(
+        self, token_ids: list[int], messages: Sequence[Message], *, start: int = 0, limit: int = ...
+    ) -> tuple[list[int], list[Image]]:
+        """Put the tokens of the images of ``messages`` in place of the marks that ``prompt`` or ``bridge`` printed.
+
+        Return all tokens, and the images, whose positions count from ``start``. Raises TooLong unless there are fewer
+        than ``limit`` tokens, and DataError for images that the model does not read.
         """
         ...
 

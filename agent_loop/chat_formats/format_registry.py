@@ -16,6 +16,7 @@ from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.configs.schema.rollout import LIBRARY_NAMES, AgentConfig, ChatFormatName
 from rl_async.errors import ConfigError
 from rl_async.files import DAMAGE, GENERATION_CONFIG
+from rl_async.pictures import PictureProcessor
 
 log = logging.getLogger("rl_async.agent_loop")
 
@@ -94,6 +95,7 @@ def load_format(model_path: str, agent: AgentConfig) -> ChatFormat:
         chat = choose(PreTrainedTokenizerFast.from_pretrained(model_path), agent.chat_format)
     except (OSError, ValueError, jinja2.TemplateError) as error:
         raise ConfigError(f"model.path: {model_path} has no usable tokenizer with a chat template: {error}") from error
+    chat.pictures = PictureProcessor.load(model_path)
     chat.stop_token_ids = sorted({*chat.stop_token_ids, *end_tokens(Path(model_path))})
     if chat.name == "mistral" and agent.past_reasoning != "keep":
         raise ConfigError(

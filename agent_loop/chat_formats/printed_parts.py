@@ -111,7 +111,7 @@ def _with_marks(messages: Sequence[Message], tools: Tools) -> tuple[list[Message
     marked, shorter = [], "leave it out, or let the row end with this turn"
     for number, message in enumerate(messages):
         place, role = f", message {number}", message["role"]
-        made = dict(message)
+        made = {key: value for key, value in message.items() if key != "images"}
         if message["content"].strip():
             made["content"] = mark("content", place, f"a {role} message; change its role, or leave it out")
             if _THOUGHT in message["content"]:

@@ -35,7 +35,11 @@ from rl_async.agent_loop.chat_formats.format import (
     text_size,
     without_beginnings,
 )
+from rl_async.errors import DataError
+from rl_async.pictures import PictureProcessor
+from rl_async.rollout_server.api import Image
 from rl_async.template_tokens import TemplateTokens, encode, ending
+from rl_async.transfer_queue.images import as_parts, images_of, mime_of, without_bytes
 
 # The size of an int in a tuple: the object and the pointer to it.
 TOKEN_BYTES = 36
@@ -90,6 +94,8 @@ class TokenizerFormat(ABC):
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, cache_bytes: int = CACHE_BYTES) -> None:
         self._tokenizer, self._renders = tokenizer, 0
+        # Set for models that read images.
+        self.pictures: PictureProcessor | None = None
         self._backend = tokenizer.backend_tokenizer
         self.cache = TokenCache(cache_bytes)
         self._tokens = TemplateTokens(tokenizer)
@@ -171,7 +177,25 @@ class TokenizerFormat(ABC):
         ``sampled``: positions of the messages that the policy sampled in this episode. Raises TooLong unless there are
         fewer than ``limit`` tokens.
         """
-        return self._within(limit, messages, (messages, tools, sorted(sampled)), self._render_prompt)
+        given = without_bytes(messages), tools, sorted(sampled)
+        return self._within(limit, messages, given, self._render_prompt)
+
+    def expand(
+        self, token_ids: list[int], messages: Sequence[Message], *, start: int = 0, limit: int = sys.maxsize
+    ) -> tuple[list[int], list[Image]]:
+        """Put the tokens of the images of ``messages`` in place of their marks; return all tokens, and the images.
+
+        Positions count from ``start``. Raises TooLong unless there are fewer than ``limit`` tokens, and DataError for
+        images that the model or its chat template does not read.
+        """
+        found = images_of(messages)
+        if not found:
+            return token_ids, []
+        assert self.pictures is not None, "the messages were printed, so the model reads images"
+        expanded, positions = self.pictures.expand(token_ids, found)
+        if len(expanded) >= limit:
+            raise TooLong(len(expanded))
+        return expanded, [Image.of(data, mime_of(data), start + at) for data, at in zip(found, positions, strict=True)]
 
     def keeps_past(
         self,
@@ -258,7 +282,7 @@ class TokenizerFormat(ABC):
         so text of the format's own that is split into other tokens than the template's passes, too.
         """
         printed = self._render(self._escaped(messages, sampled), self._tokens.escape(tools), generate=False)
-        expected = self.decode(self._tokens.encode(printed))
+        expected = self.decode(self.expand(self._tokens.encode(printed), messages)[0])
         actual = self.decode(token_ids)
         if expected.startswith(actual):
             return None
@@ -288,8 +312,10 @@ class TokenizerFormat(ABC):
         return str(text)
 
     def _escaped(self, messages: Sequence[Message], sampled: Collection[int]) -> list[Message]:
+        if self.pictures is None and any(m.get("images") for m in messages):
+            raise DataError("the conversation has images, and the model of model.path reads text only")
         flat = [m | {"tool_calls": flat_calls(m)} if m.get("tool_calls") else m for m in messages]
-        written = [self._written(m, sampled=place in sampled) for place, m in enumerate(flat)]
+        written = [as_parts(self._written(m, sampled=place in sampled)) for place, m in enumerate(flat)]
         return [m if place in sampled else self._tokens.escape(m) for place, m in enumerate(written)]
 
 
@@ -414,7 +440,7 @@ class ChatRenderer(TokenizerFormat):
 
         Raises TooLong unless these are fewer than ``limit`` tokens.
         """
-        return self._within(limit, messages, (messages, sorted(sampled)), self._render_delta)
+        return self._within(limit, messages, (without_bytes(messages), sorted(sampled)), self._render_delta)
 
     def demo_row(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """Tokenise a demonstration turn by turn, as an episode would; return (token_ids, loss_mask).
@@ -428,7 +454,7 @@ class ChatRenderer(TokenizerFormat):
             if message["role"] != "assistant":
                 context.append(message)
                 continue
-            opening = self.delta(context) if token_ids else self.prompt(context)
+            opening, _ = self.expand(self.delta(context) if token_ids else self.prompt(context), context)
             spoken = [*self.encode(message["content"]), self.end_of_turn]
             token_ids += opening + spoken
             mask += [False] * len(opening) + [True] * len(spoken)

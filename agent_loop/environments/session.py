@@ -22,6 +22,7 @@ from rl_async.errors import ConfigError, EnvironmentFailed, RlAsyncError
 from rl_async.messages import Task
 from rl_async.reward_loop.api import Score, ScorerFailed, to_score
 from rl_async.transfer_queue.chat_messages import ROLES
+from rl_async.transfer_queue.images import canonical, images_of
 from rl_async.userload import raised_at
 
 log = logging.getLogger("rl_async.agent_loop")
@@ -182,10 +183,15 @@ class UserSession:
         if isinstance(observation, str):
             return [{"role": "user", "content": without_escapes(observation)}]
         if not isinstance(observation, list | tuple) or not all(
-            isinstance(m, dict) and m.get("role") in ROLES and isinstance(m.get("content"), str) for m in observation
+            isinstance(m, dict) and m.get("role") in ROLES and isinstance(m.get("content"), str | list)
+            for m in observation
         ):
-            raise self._unusable(method, observation, "a text or messages with role and content as text")
-        return [message | {"content": without_escapes(message["content"])} for message in observation]
+            raise self._unusable(method, observation, "a text or messages with role and content as text or parts")
+        try:
+            messages = [canonical(message) for message in observation]
+        except ValueError as error:
+            raise EnvironmentFailed(f"environment {self._name}: {method}() returned a message that {error}") from None
+        return [message | {"content": without_escapes(message["content"])} for message in messages]
 
     def _score(self, reward: Any) -> Score:
         try:
@@ -226,8 +232,10 @@ def joined(prompt: Sequence[Message], observation: Sequence[Message]) -> list[Me
     """
     if not (prompt and observation) or {prompt[-1]["role"], observation[0]["role"]} != {"user"}:
         return [*prompt, *observation]
-    text = f"{prompt[-1]['content']}\n\n{observation[0]['content']}"
-    return [*prompt[:-1], prompt[-1] | {"content": text}, *observation[1:]]
+    one = prompt[-1] | {"content": f"{prompt[-1]['content']}\n\n{observation[0]['content']}"}
+    if images := images_of([prompt[-1], observation[0]]):
+        one["images"] = images
+    return [*prompt[:-1], one, *observation[1:]]
 
 
 # Names of roles become part of metrics and of a key of the config, and a mapping of reward() has this other key.

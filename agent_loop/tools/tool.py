@@ -12,6 +12,7 @@ import msgspec
 from rl_async.agent_loop.step import Step, checked
 from rl_async.concurrency import DaemonCalls
 from rl_async.errors import ConfigError, EnvironmentFailed
+from rl_async.transfer_queue.images import IMAGE_PARTS, read_parts
 from rl_async.userload import raised_at
 
 log = logging.getLogger("rl_async.agent_loop")
@@ -21,7 +22,8 @@ class ToolResult(NamedTuple):
     """The result of a call: ``text`` for the model, and ``error``, empty if the call succeeded.
 
     ``reward``, ``reason`` and ``done`` are those of a tool that returns a Step. ``whole`` counts the characters of a
-    result whose ``text`` is only the beginning, and is 0 for a complete one.
+    result whose ``text`` is only the beginning, and is 0 for a complete one. ``text`` has a mark for each of the
+    ``images`` (``transfer_queue/images.py``).
     """
 
     text: str
@@ -30,6 +32,7 @@ class ToolResult(NamedTuple):
     reason: str = ""
     done: bool = False
     whole: int = 0
+    images: tuple[bytes, ...] = ()
 
 
 class CallableTool(Protocol):
@@ -74,7 +77,7 @@ class Tool:
         try:
             value = await self._run(named, timeout_s)
             said = value.observation if isinstance(value, Step) else value
-            text = "" if isinstance(value, Step) and said is None else _text(said)
+            text, images = ("", ()) if isinstance(value, Step) and said is None else _said(said)
         except TimeoutError:
             return failed("timeout")
         # A tool is the user's code and may raise anything; its errors go to the model and do not end the run.
@@ -82,12 +85,12 @@ class Tool:
             self._log_once(error)
             return failed(str(error) or type(error).__name__)
         if not isinstance(value, Step):
-            return ToolResult(text)
+            return ToolResult(text, images=images)
         try:
             step = checked(value)
         except ValueError as error:
             raise EnvironmentFailed(f"tool {self.name} {error}") from None
-        return ToolResult(text, reward=step.reward, reason=step.reason, done=step.done)
+        return ToolResult(text, reward=step.reward, reason=step.reason, done=step.done, images=images)
 
     def _log_once(self, error: Exception) -> None:
         """Log an error once per place that raised it, since a model may call a tool wrongly thousands of times."""
@@ -127,8 +130,15 @@ def marked_as_cut(beginning: str, whole: int) -> str:
     return f"{beginning}\n[cut: these are the first {len(beginning)} of {whole} characters]"
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+def _said(value: Any) -> tuple[str, tuple[bytes, ...]]:
+    """Return a result as text with its images: bytes are an image, and content parts with images are text and these."""
+    if isinstance(value, str):
+        return value, ()
+    parts = [{"type": "image", "image": value}] if isinstance(value, bytes) else value
+    if isinstance(parts, list) and any(isinstance(part, dict) and part.get("type") in IMAGE_PARTS for part in parts):
+        text, images = read_parts(parts)
+        return text, tuple(images)
+    return msgspec.json.encode(value).decode(), ()
 
 
 def _arguments_struct(name: str, function: Callable[..., Any]) -> type[msgspec.Struct]:

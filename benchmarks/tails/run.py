@@ -6,7 +6,7 @@ and the messages between them, which take none.
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -97,7 +97,7 @@ class _Queue:
     async def renew(self, held: list[m.SampleKey]) -> m.Done:
         return self.store.delivery.renew(WORKER, asyncio.get_running_loop().time(), held)
 
-    async def put(self, *rows: m.Trajectory) -> m.Done | m.Refused:
+    async def put(self, *rows: m.Trajectory, media: Mapping[str, bytes] | None = None) -> m.Done | m.Refused:
         headers = [row.header() for row in rows]
         reply = self.store.delivery.put(WORKER, headers, asyncio.get_running_loop().time())
         self.stored.set()
@@ -113,7 +113,7 @@ class _Runner:
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool
 
-    async def run(self, group: m.LeasedGroup, sample: int) -> list[m.Trajectory]:
+    async def run(self, group: m.LeasedGroup, sample: int, images: dict[str, bytes]) -> list[m.Trajectory]:
         name = f"{group.group_id}.{sample}"
         request = GenerateRequest(
             request_id=name,

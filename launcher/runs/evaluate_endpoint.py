@@ -5,7 +5,7 @@ An agent worker plays them in this process. No engine, trainer or transfer queue
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -187,7 +187,7 @@ class HeldOutSamples:
         """Do nothing, since there is only one worker."""
         return Renewed()
 
-    async def put(self, *rows: Trajectory) -> Done:
+    async def put(self, *rows: Trajectory, media: Mapping[str, bytes] | None = None) -> Done:
         """Keep the rows of a sample."""
         for row in rows:
             _forget_tokens(row)

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ class FakeQueue:
         self.renewal.set()
         return Renewed(gone=self.gone)
 
-    async def put(self, *rows: Trajectory) -> Done | Refused:
+    async def put(self, *rows: Trajectory, media: Mapping[str, bytes] | None = None) -> Done | Refused:
         self.rows += rows
         self.changed.set()
         return Refused(code="fenced", reason="late") if rows[0].sample == 99 else Done()
@@ -127,19 +127,19 @@ async def run(
 
 
 class Unreadable:
-    async def run(self, group: LeasedGroup, sample: int) -> list[Trajectory]:
+    async def run(self, group: LeasedGroup, sample: int, images: dict[str, bytes]) -> list[Trajectory]:
         raise ConfigError("its rows are gone")
 
 
 class OneRow:
-    async def run(self, group: LeasedGroup, sample: int) -> list[Trajectory]:
+    async def run(self, group: LeasedGroup, sample: int, images: dict[str, bytes]) -> list[Trajectory]:
         return make_rows(0, 1, 1)
 
 
 class Refusing(FakeQueue):
     code = "reward"
 
-    async def put(self, *rows: Trajectory) -> Done | Refused:
+    async def put(self, *rows: Trajectory, media: Mapping[str, bytes] | None = None) -> Done | Refused:
         await super().put(*rows)
         return Refused(code=self.code, reason="no")
 
@@ -379,7 +379,7 @@ async def test_an_environment_that_hangs_gives_nothing_for_an_episode_that_is_ke
 
 async def test_a_lost_queue_ends_the_worker(renderer: ChatRenderer) -> None:
     class Gone(FakeQueue):
-        async def put(self, *rows: Trajectory) -> Done | Refused:
+        async def put(self, *rows: Trajectory, media: Mapping[str, bytes] | None = None) -> Done | Refused:
             raise QueueLost("no answer")
 
     with pytest.raises(ExceptionGroup) as caught:

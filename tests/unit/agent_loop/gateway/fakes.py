@@ -1,7 +1,7 @@
 """A gateway's episodes against a queue in memory."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -43,7 +43,7 @@ class FakeQueue:
         self.renewal.set()
         return Renewed(gone=[key for key in held if key in self.gone])
 
-    async def put(self, *rows: Trajectory) -> Done | Refused:
+    async def put(self, *rows: Trajectory, media: Mapping[str, bytes] | None = None) -> Done | Refused:
         self.rows.append(rows)
         return self.answer
 

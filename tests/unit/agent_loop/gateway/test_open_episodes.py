@@ -3,6 +3,7 @@
 import asyncio
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -266,7 +267,7 @@ async def test_an_end_that_could_not_be_handed_over_may_be_posted_again(renderer
 
         lost = 0
 
-        async def put(self, *rows: Trajectory) -> Done | Refused:
+        async def put(self, *rows: Trajectory, media: Mapping[str, bytes] | None = None) -> Done | Refused:
             self.lost += 1
             if self.lost == 1:
                 raise QueueLost("no answer")
@@ -448,7 +449,7 @@ class SlowQueue(FakeQueue):
         super().__init__([leased()])
         self.putting, self.taken = asyncio.Event(), asyncio.Event()
 
-    async def put(self, *rows: Trajectory) -> Done | Refused:
+    async def put(self, *rows: Trajectory, media: Mapping[str, bytes] | None = None) -> Done | Refused:
         self.putting.set()
         await self.taken.wait()
         return await super().put(*rows)
