@@ -13,6 +13,7 @@ from rl_async.agent_loop.gateway.chat import (
     Event,
     FunctionCall,
     Part,
+    content_of,
     forceable,
     named,
     read_fields,
@@ -20,7 +21,6 @@ from rl_async.agent_loop.gateway.chat import (
     refused,
     stops_of,
     take_format,
-    texts_of,
     tool_refused,
     unobeyed,
     unreadable,
@@ -90,7 +90,9 @@ def read_count(body: bytes) -> ChatRequest:
 def read_request(body: bytes) -> ChatRequest:
     """Decode a messages request. Raises RequestRefused naming a field that is not supported."""
     fields, wanted = read_fields(body, MessagesBody)
-    system = _text(wanted.system, "system")
+    system, images = _content(wanted.system, "system")
+    if images:
+        raise refused("system", "it has an image; send it in a user's message")
     choice = wanted.tool_choice.get("type") if isinstance(wanted.tool_choice, dict) else wanted.tool_choice
     tools = [] if choice == "none" else [_schema(tool) for tool in wanted.tools or []]
     asked = unobeyed(fields, MessagesBody.__struct_fields__, ANTHROPIC)
@@ -137,15 +139,20 @@ def _messages(body: AnthropicMessage, place: int) -> Iterator[ChatMessage]:
         return
     if body.role == "assistant":
         calls = [_call(block, f"{at}[{n}]") for n, block in enumerate(body.content) if block.type == "tool_use"]
-        yield ChatMessage(body.role, _text(body.content, at, ("tool_use", *THINKING)), tuple(calls))
+        said, images = _content(body.content, at, ("tool_use", *THINKING))
+        if images:
+            raise refused(at, "an image of the assistant; the policy writes text only")
+        yield ChatMessage(body.role, said, tuple(calls))
         return
     if not body.content:
         raise refused(at, f"a message of role {body.role} needs a content")
     for number, block in enumerate(body.content):
         if block.type == "tool_result":
-            yield ChatMessage("tool", _text(block.content, f"{at}[{number}].content"), answers=block.tool_use_id)
+            result, images = _content(block.content, f"{at}[{number}].content")
+            yield ChatMessage("tool", result, answers=block.tool_use_id, images=images)
     if any(block.type != "tool_result" for block in body.content):
-        yield ChatMessage(body.role, _text(body.content, at, ("tool_result",)))
+        said, images = _content(body.content, at, ("tool_result",))
+        yield ChatMessage(body.role, said, images=images)
 
 
 def _call(block: Block, place: str) -> FunctionCall:
@@ -156,8 +163,10 @@ def _call(block: Block, place: str) -> FunctionCall:
     return FunctionCall(block.name, msgspec.json.encode(block.input).decode(), block.id)
 
 
-def _text(content: str | Sequence[Block] | None, place: str, other: Sequence[str] = ()) -> str:
-    return "\n".join(text for text in texts_of(content, place, other=other) if not text.startswith(BILLING))
+def _content(
+    content: str | Sequence[Block] | None, place: str, other: Sequence[str] = ()
+) -> tuple[str, tuple[bytes, ...]]:
+    return content_of(content, place, other=other, dropped=BILLING)
 
 
 def _schema(tool: AnthropicTool) -> dict[str, Any]:

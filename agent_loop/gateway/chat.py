@@ -21,6 +21,7 @@ from rl_async.errors import RequestRefused
 from rl_async.files import UNDECODABLE
 from rl_async.json_values import has_more_values
 from rl_async.rollout_server.json_schemas import without_unknown_formats
+from rl_async.transfer_queue.images import IMAGE_PARTS, MARK, read_image
 
 log = logging.getLogger("rl_async.gateway")
 
@@ -48,7 +49,8 @@ class Field(NamedTuple):
 
 _NO_EFFECT = Field(None)
 _LOGPROBS = "leave it out: rows have the log-probability of every sampled token, but answers have none"
-_TEXT_ONLY = "leave it out: the policy reads and writes text only"
+_TEXT_ONLY = "leave it out: the policy writes text only"
+_NOT_READ = "leave it out: the policy reads text and images"
 _SERVER_TOOL = "leave it out: the gateway runs no tools; offer a function that your program runs"
 OWN_TURN = "the policy samples whole turns; end with a user's message or a tool's result, and say there how to begin"
 _SAMPLING: dict[str, Field] = {
@@ -272,10 +274,12 @@ MOST_STOPS, MOST_STOP_CHARACTERS = 64, 1000
 
 
 class Part(msgspec.Struct):
-    """A part of a message's content; only text is supported."""
+    """A part of a message's content: a text, or an image, in ``image_url`` (OpenAI's) or ``source`` (Anthropic's)."""
 
     type: str
     text: str | msgspec.UnsetType = msgspec.UNSET
+    image_url: Any = None
+    source: Any = None
 
 
 class FunctionCall(msgspec.Struct, frozen=True):
@@ -290,7 +294,8 @@ class ChatMessage(msgspec.Struct, frozen=True):
     """One message. ``role`` is system, user, assistant or tool; only assistant messages have calls.
 
     ``answers`` is the optional id of the call whose result a tool message is. Only sampled answers have ``reasoning``,
-    and clients may leave it out when they send the answer back.
+    and clients may leave it out when they send the answer back. ``text`` has a mark for each of the ``images``
+    (``transfer_queue/images.py``).
     """
 
     role: str
@@ -298,12 +303,14 @@ class ChatMessage(msgspec.Struct, frozen=True):
     calls: tuple[FunctionCall, ...] = ()
     reasoning: str = ""
     answers: str = ""
+    images: tuple[bytes, ...] = ()
 
     def identity(self) -> bytes:
         """Hash the message without ids, so that it equals the one a client sends back, trimmed or with other JSON."""
         text = self.text.strip() if self.role == ASSISTANT else self.text
         calls = [[call.name, _canonical(call.arguments)] for call in self.calls]
-        return hashlib.sha256(msgspec.json.encode([self.role, text, calls])).digest()
+        images = [hashlib.sha256(image).hexdigest() for image in self.images]
+        return hashlib.sha256(msgspec.json.encode([self.role, text, calls, *images])).digest()
 
 
 class ChatRequest(NamedTuple):
@@ -368,30 +375,50 @@ def refused(place: str, reason: str) -> RequestRefused:
     return RequestRefused(f"{place}: {reason}", code="invalid_request", param=place)
 
 
-def texts_of(
-    content: str | Sequence[Part] | None, place: str, kinds: Sequence[str] = ("text",), other: Sequence[str] = ()
-) -> list[str]:
-    """Return the texts of the parts of ``kinds`` in a content at ``place``; ``other`` ones are read elsewhere.
+def content_of(
+    content: str | Sequence[Part] | None,
+    place: str,
+    kinds: Sequence[str] = ("text",),
+    other: Sequence[str] = (),
+    dropped: str = "\0",
+) -> tuple[str, tuple[bytes, ...]]:
+    """Return the text of a content at ``place``, with a mark for each image, and its images.
 
-    Raises RequestRefused for any other part, and for one without a text.
+    Texts of the parts of ``kinds`` come in lines of their own, as vLLM joins them, but without a separator beside
+    images, as chat templates print parts. Those that begin with ``dropped`` are left out, and parts of ``other`` kinds
+    are read elsewhere. Raises RequestRefused for any other part, and for one without its text or image.
     """
     if content is None or isinstance(content, str):
-        return [content or ""]
-    texts = []
+        return content or "", ()
+    texts, images = list[str](), list[bytes]()
     for number, part in enumerate(content):
         if part.type in other:
             continue
+        if part.type in IMAGE_PARTS:
+            try:
+                images.append(read_image(part.image_url or part.source))
+            except ValueError as error:
+                raise refused(f"{place}[{number}]", str(error)) from error
+            texts.append(MARK)
+            continue
         if part.type not in kinds:
-            raise not_supported(f"content of type {part.type[:SHOWN]}", _TEXT_ONLY, f"{place}[{number}]")
+            raise not_supported(f"content of type {part.type[:SHOWN]}", _NOT_READ, f"{place}[{number}]")
         if part.text is msgspec.UNSET:
             raise refused(f"{place}[{number}].text", "this part has no text")
-        texts.append(part.text)
-    return texts
+        if not part.text.startswith(dropped):
+            texts.append(part.text)
+    text = ("" if images else "\n").join(texts)
+    if images and text.count(MARK) != len(images):
+        raise refused(place, "a text has the character U+FFFC, which stands for an image here; take it out")
+    return text, tuple(images)
 
 
 def text_of(content: str | Sequence[Part] | None, place: str, kinds: Sequence[str] = ("text",)) -> str:
-    """Return the texts of a content in lines of their own, as vLLM joins them. Raises RequestRefused as `texts_of`."""
-    return "\n".join(texts_of(content, place, kinds))
+    """Return the text of a content, as `content_of` does. Raises RequestRefused for images, too."""
+    text, images = content_of(content, place, kinds)
+    if images:
+        raise not_supported("an image here", "send it in a user's message or in a tool's result", place)
+    return text
 
 
 def stops_of(given: str | Sequence[str] | None, field: str) -> list[str]:

@@ -47,11 +47,12 @@ from rl_async.concurrency import off_loop
 from rl_async.configs.derived import follows_json_schemas, unbounded
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import EngineLost, RequestRefused, SchemaRejected
+from rl_async.errors import DataError, EngineLost, RequestRefused, SchemaRejected
 from rl_async.messages import Activity, LeasedGroup, Trajectory
 from rl_async.reward_loop.api import MOST_REASON, REWARD, too_many
 from rl_async.rollout_server import json_schemas
 from rl_async.rollout_server.api import GenerateRequest, StreamingGenerator
+from rl_async.transfer_queue.images import MOST_IMAGES
 
 log = logging.getLogger("rl_async.gateway")
 
@@ -242,6 +243,11 @@ class GatewayEpisode:
         self._check_messages(request)
         return len((await self._prompt(request, None, sys.maxsize)).given)
 
+    @property
+    def images(self) -> dict[str, bytes]:
+        """The images that its rows refer to, by hash."""
+        return {image.sha256: image.data for row in self._recorder.rows for image in row.tokens.images}
+
     def release(self, asked: Asked) -> Release:
         """Return the answer's ``Release`` for the time that it is sampled."""
         return Release(self._reader(asked), asked.prompt.token_ids, asked.request, asked.prompt.forced)
@@ -365,6 +371,10 @@ class GatewayEpisode:
             raise RequestRefused("there are no messages", code="invalid_request", param=request.conversation)
         if request.messages[-1].role == ASSISTANT:
             raise not_supported("prefill", OWN_TURN, request.conversation)
+        if sum(len(message.images) for message in request.messages) > MOST_IMAGES:
+            raise RequestRefused(
+                f"there are more than {MOST_IMAGES} images", code="invalid_request", param=request.conversation
+            )
         if request.tools and self._refuses_tools:
             raise RequestRefused(
                 "the model's chat template prints no tools, or its calls cannot be read; put the tools into the "
@@ -397,6 +407,9 @@ class GatewayEpisode:
                 code="context_length_exceeded",
                 param=request.conversation,
             ) from None
+        # An image is damaged, or the model or its template reads none.
+        except DataError as error:
+            raise RequestRefused(str(error), code="invalid_request", param=request.conversation) from error
         except jinja2.TemplateError as error:
             raise RequestRefused(
                 f"the chat template rejects these messages: {error}",
@@ -411,6 +424,7 @@ class GatewayEpisode:
             request_id=(name := f"{self.name}.{number}"),
             traceparent=tracing.traceparent(self.trace, name),
             token_ids=given,
+            images=list(prompt.images),
             sampling=self._sampling,
             max_tokens=room if request.max_tokens is None else min(room, request.max_tokens),
             stop_token_ids=self._chat.stop_token_ids,

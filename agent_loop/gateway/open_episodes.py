@@ -322,7 +322,7 @@ class OpenEpisodes:
                     await self._rewards.score(task, rows[last], *rows[:last], *rows[last + 1 :])
             for row in rows:
                 row.traced = bool(episode.trace)
-            reply = await self._queue.put(*rows)
+            reply = await self._queue.put(*rows, media=episode.images)
         self.put += 1
         for kind, tokens in episode.sampled.items():
             telemetry.CONVERSATIONS.labels(kind).inc(tokens)

@@ -16,6 +16,7 @@ from rl_async.agent_loop.gateway.chat import (
     Event,
     FunctionCall,
     Part,
+    content_of,
     forceable,
     named,
     not_supported,
@@ -143,8 +144,10 @@ def _message(body: OpenAIMessage, place: int) -> ChatMessage:
     if role != ASSISTANT and body.tool_calls:
         raise refused(f"{at}.tool_calls", f"a message of role {body.role} calls nothing")
     made = tuple(_call(call, f"{at}.tool_calls[{number}]") for number, call in enumerate(body.tool_calls or []))
-    text = text_of(body.content, f"{at}.content") or body.refusal or ""
-    return ChatMessage(role, text, made, answers=body.tool_call_id or "")
+    if role == ASSISTANT:
+        return ChatMessage(role, text_of(body.content, f"{at}.content") or body.refusal or "", made)
+    text, images = content_of(body.content, f"{at}.content")
+    return ChatMessage(role, text or body.refusal or "", answers=body.tool_call_id or "", images=images)
 
 
 def _call(body: ToolCallBody, place: str) -> FunctionCall:

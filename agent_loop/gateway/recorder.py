@@ -22,7 +22,7 @@ from rl_async.agent_loop.gateway.chat import ASSISTANT, ChatMessage, FunctionCal
 from rl_async.agent_loop.row_tokens import RowTokens, Segment
 from rl_async.configs.schema.rollout import PastReasoning
 from rl_async.messages import ToolCall, Turn, VersionRun
-from rl_async.rollout_server.api import GenerateResult, Routes
+from rl_async.rollout_server.api import GenerateResult, Image, Routes
 
 # Patterns are searched for in so many characters of a message.
 SEARCHED = 20_000
@@ -152,7 +152,7 @@ class Prompt(NamedTuple):
     """The tokens that an engine is to continue, their new ``turns``, and the recorded answer that they extend.
 
     ``offered`` is a hash of the tools as the chat format prints them. ``forced`` tokens open the answer without being
-    sampled. ``asked_after`` counts the answers that were recorded before.
+    sampled. ``asked_after`` counts the answers that were recorded before. ``images`` are those among the tokens.
     """
 
     token_ids: list[int]
@@ -163,6 +163,7 @@ class Prompt(NamedTuple):
     offered: bytes
     forced: Sequence[int] = ()
     asked_after: int = 0
+    images: Sequence[Image] = ()
 
     @property
     def given(self) -> list[int]:
@@ -251,17 +252,22 @@ class EpisodeRecorder:
     def _prompt(self, given: _Given, limit: int, known: int, answer: RecordedAnswer | None) -> Prompt:
         messages, shown, tools, offered = given
         new, sampled = self._plain_messages(shown, known)
+        images: list[Image] = []
         if answer is None:
             token_ids = self._chat.prompt(new, tools, sampled=sampled, limit=limit)
+            token_ids, images = self._chat.expand(token_ids, new, limit=limit)
             turns = [_turn(m, 0, len(token_ids)) for m in new]
         else:
             token_ids = answer.row.tokens.token_ids[: answer.tokens]
             start = answer.row.turns[answer.turns - 1].start
-            token_ids += self._chat.bridge(
-                token_ids[:start], token_ids[start:], new, tools, sampled=sampled, limit=limit - len(token_ids)
-            )
+            room = limit - answer.tokens
+            more = self._chat.bridge(token_ids[:start], token_ids[start:], new, tools, sampled=sampled, limit=room)
+            more, images = self._chat.expand(more, new, start=answer.tokens, limit=room)
+            token_ids += more
+            images = [image for image in answer.row.tokens.images if image.position < answer.tokens] + images
             turns = [_turn(m, answer.tokens, len(token_ids)) for m in new]
-        return Prompt(token_ids, turns, answer, messages, tools, offered, asked_after=self.conversations.recorded)
+        recorded = self.conversations.recorded
+        return Prompt(token_ids, turns, answer, messages, tools, offered, asked_after=recorded, images=images)
 
     def bare(self, given: str | list[int]) -> Prompt:
         """Return a prompt outside any conversation: token ids, or a text whose control tokens count as such."""
@@ -337,10 +343,11 @@ class EpisodeRecorder:
         before = prompt.continues
         if before is not None and before.newest:
             row = before.row
-            row.tokens.add(prompt.token_ids[before.tokens :])
+            new = [image for image in prompt.images if image.position >= before.tokens]
+            row.tokens.add(prompt.token_ids[before.tokens :], new)
         else:
             turns = before.row.turns[: before.turns] if before is not None else []
-            row = Segment(RowTokens(prompt.token_ids), list(turns))
+            row = Segment(RowTokens(prompt.token_ids, prompt.images), list(turns))
             self.rows.append(row)
         row.turns += prompt.turns
         return row
@@ -350,6 +357,8 @@ class EpisodeRecorder:
         if message.role == ASSISTANT and (text := self._texts.get(message.identity())):
             return {"role": ASSISTANT, "content": text}
         plain: Message = {"role": message.role, "content": message.text}
+        if message.images:
+            plain["images"] = list(message.images)
         if answers is not None:
             plain["name"] = answers.name
         if call_id := (answers.id if answers is not None else "") or message.answers:

@@ -24,6 +24,7 @@ from rl_async.agent_loop.gateway.chat import (
     Event,
     FunctionCall,
     Part,
+    content_of,
     forceable,
     named,
     not_supported,
@@ -296,7 +297,8 @@ def _message(item: Item, place: str) -> ChatMessage:
     if item.type == "function_call_output":
         if item.output is None:
             raise refused(f"{place}.output", "a function_call_output needs an output")
-        return ChatMessage("tool", text_of(item.output, f"{place}.output", TEXT), answers=item.call_id or "")
+        text, images = content_of(item.output, f"{place}.output", TEXT)
+        return ChatMessage("tool", text, answers=item.call_id or "", images=images)
     if item.type != "message":
         raise not_supported(f"an input item of type {item.type[:80]}", "leave it out", f"{place}.type")
     roles: dict[str, Literal["system", "user"]] = {"developer": "system", "system": "system", "user": "user"}
@@ -304,7 +306,8 @@ def _message(item: Item, place: str) -> ChatMessage:
         raise refused(f"{place}.role", f"{item.role[:80]!r} is none of {', '.join([*roles, ASSISTANT])}")
     if not item.content and item.content != "":
         raise refused(f"{place}.content", f"a message of role {item.role} needs a content")
-    return ChatMessage(roles[item.role], text_of(item.content, f"{place}.content", TEXT))
+    text, images = content_of(item.content, f"{place}.content", TEXT)
+    return ChatMessage(roles[item.role], text, images=images)
 
 
 def _call(item: Item, place: str) -> FunctionCall:

@@ -231,8 +231,8 @@ def test_messages_become_one_form() -> None:
         ChatMessage("tool", "1", answers="call_0"),
     ]
     assert len(request.tools) == 1
-    with pytest.raises(RequestRefused, match="image_url"):
-        chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
+    with pytest.raises(RequestRefused, match="input_audio"):
+        chat(messages=[{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}])
 
 
 @pytest.mark.parametrize("arguments", ["{", "[1]", "7", "null", '"x"', "{} {}", '{"a":' * 5000 + "1" + "}" * 5000])
@@ -400,13 +400,13 @@ def test_anthropic_system_messages_may_come_later_and_what_differs_in_each_reque
     assert messages(system=[billing]) == messages()
 
 
-def test_a_picture_is_refused_in_words_and_an_error_is_a_result() -> None:
+def test_a_document_is_refused_in_words_and_an_error_is_a_result() -> None:
     def result(content: Any, **more: Any) -> Any:
         block = {"type": "tool_result", "tool_use_id": "x", "content": content, **more}
         return messages(messages=[HELLO, {"role": "user", "content": [block]}])
 
-    with pytest.raises(RequestRefused, match="image") as refused:
-        result([{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}])
+    with pytest.raises(RequestRefused, match="document") as refused:
+        result([{"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": ""}}])
     assert (refused.value.status, refused.value.code) == (400, "unsupported_value")
     assert result("no such file", is_error=True).messages[1] == ChatMessage("tool", "no such file", answers="x")
 
