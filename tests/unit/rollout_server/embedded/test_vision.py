@@ -14,20 +14,24 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from rl_async.errors import DataError
-from rl_async.messages import Sampling
+from rl_async.messages import Media, Sampling, Trajectory
 from rl_async.pictures import PictureProcessor
 from rl_async.rollout_server.api import Image
 from rl_async.rollout_server.embedded import core
 from rl_async.rollout_server.embedded.core import ATTENTION, EngineCore
 from rl_async.rollout_server.embedded.vision import SERVED_WITH_IMAGES, PlacedImage, place
+from rl_async.trainer.images import lay_images
+from rl_async.trainer.packing import collate
 from tests.support.rounding import PlainPass
 from tests.support.vision_models import drawing, save_vision_model
+from tests.unit.trainer.test_images import built
 
 
 @dataclass
 class Family:
-    """A tiny model, and the processor of its images."""
+    """A tiny model in a folder, and the processor of its images."""
 
+    folder: Path
     model: Any
     processor: PictureProcessor
 
@@ -38,11 +42,16 @@ class Family:
 
     def sequence(self, ids: Sequence[int], images: Sequence[Image], **more: Any) -> core.Sequence:
         """A sequence that ends before an image token: Transformers takes any of them for part of an image."""
-        defaults: dict[str, Any] = {"request_id": "", "sampling": Sampling(), "max_tokens": 8, "seed": None}
+        defaults: dict[str, Any] = {
+            "request_id": "",
+            "sampling": Sampling(),
+            "max_tokens": 8,
+            "seed": None,
+            "stop_token_ids": frozenset([self.processor.image_token]),
+        }
         return core.Sequence(
             tokens=list(ids),
             images=place(self.processor, ids, images),
-            stop_token_ids=frozenset([self.processor.image_token]),
             deliver=lambda _: None,
             **(defaults | more),
         )
@@ -71,7 +80,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     save_vision_model(request.param, folder)
     processor = PictureProcessor.load(str(folder))
     assert processor is not None
-    return Family(AutoModelForImageTextToText.from_pretrained(folder).eval(), processor)
+    return Family(folder, AutoModelForImageTextToText.from_pretrained(folder).eval(), processor)
 
 
 def finish(engine: EngineCore) -> None:
@@ -118,6 +127,46 @@ def test_logprobs_agree_with_a_plain_forward_pass(family: Family) -> None:
     assert_as_plain(family, (*first, *turns))
 
 
+def test_the_trainer_computes_the_same_logprobs(family: Family) -> None:
+    """Also where the policy has sampled an image token, which both take for text."""
+    mark, engine = family.processor.mark, family.engine()
+    todo = []
+    for seed in range(6):
+        prompt, images = family.prompt([*words(5, seed), mark, *words(2, seed), mark, 3], drawing(seed), drawing(9, 56))
+        prompt += [family.processor.image_token, 65]
+        todo.append(family.sequence(prompt, images, max_tokens=20, stop_token_ids=frozenset()))
+        engine.add(todo[-1])
+    finish(engine)
+    model = built(family.folder)
+    rows = [trained_row(n, sequence) for n, sequence in enumerate(todo)]
+    media = {Media.of(data, "", 0).sha256: data for data in (drawing(9, 56), *map(drawing, range(6)))}
+    tensors = collate(rows, device="cpu", images=lay_images(rows, media, family.processor, "cpu"))
+    with torch.no_grad():
+        found = model.outputs(tensors, frozenset()).logprobs
+    assert found is not None
+    off = [
+        (one[s.prompt_length - 1 :][:20] - torch.tensor(s.logprobs)).abs() for one, s in zip(found, todo, strict=True)
+    ]
+    assert torch.cat(off).mean() <= 1e-5
+
+
+def trained_row(number: int, sequence: core.Sequence) -> Trajectory:
+    return Trajectory(
+        task_id="t",
+        group_id=0,
+        sample=number,
+        attempt=0,
+        episode_id=f"0.{number}",
+        token_ids=np.array(sequence.tokens, np.int32),
+        loss_mask=np.arange(len(sequence.tokens)) >= sequence.prompt_length,
+        logprobs=np.zeros(len(sequence.tokens), np.float32),
+        versions=[],
+        sampling=Sampling(),
+        reward=0.0,
+        media=[Media(sha256=image.sha256, mime="image/png", position=image.position) for image in sequence.images],
+    )
+
+
 def test_equal_ids_with_different_images_share_nothing(family: Family) -> None:
     ids = [*words(20, 6), family.processor.mark, *words(40, 7)]
     (prompt, image), (same, other) = (family.prompt(ids, drawing(seed)) for seed in (8, 9))
@@ -161,7 +210,7 @@ def test_weights_of_the_tower_that_change_count_from_then_on(family: Family) -> 
     for sequence in (first, running):
         engine.add(sequence)
     engine.step()
-    updated = Family(copy.deepcopy(family.model), family.processor)
+    updated = Family(family.folder, copy.deepcopy(family.model), family.processor)
     with torch.no_grad():
         for model in (engine.model, updated.model):
             for name, weight in model.named_parameters():
