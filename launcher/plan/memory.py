@@ -35,6 +35,8 @@ from rl_async.process.run_files import DeviceBudget, Holder, MemoryBudget, Part,
 
 # vLLM's attention on the CPU refuses heads of 16.
 HEAD_DIM = 32
+# Pixels of a side of a patch that a tiny model's vision tower reads; 2 x 2 patches are a token.
+TINY_PATCH = 8
 # An agent worker or the queue: interpreter, tokenizer, numpy.
 PYTHON_BYTES = 120 << 20
 # Keys of ``config.json`` that estimates count with.
@@ -53,6 +55,14 @@ SIZES = frozenset(
         "n_routed_experts",
         "num_local_experts",
         "num_experts_per_tok",
+        # Of vision towers.
+        "depth",
+        "patch_size",
+        "temporal_patch_size",
+        "spatial_merge_size",
+        "image_size",
+        "mm_tokens_per_image",
+        "scale_factor",
     )
 )
 MOST_SIZE = 1 << 40
@@ -98,6 +108,12 @@ class ModelSize:
     # The weights of a teacher beside the trainer, and those in its experts.
     teacher: int = 0
     teacher_in_experts: int = 0
+    # The weights of a vision tower and its projector, which ``parameters`` includes, and the tower's counterparts of
+    # ``activations``, ``checkpointed`` and ``layer`` for each token of an image.
+    tower: int = 0
+    tower_activations: int = 0
+    tower_checkpointed: int = 0
+    tower_layer: int = 0
 
 
 def model_size(config: RunConfig) -> ModelSize | None:
@@ -129,10 +145,11 @@ def read_shape(key: str, folder: Path) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     shape = read_object(file, key)
-    inner = shape.get("text_config", {})
-    if not isinstance(inner, dict):
-        raise UserError(f"{key}: {file}: text_config must be an object, not {inner!r:.80}")
-    for name, value in (*shape.items(), *inner.items()):
+    parts = {name: shape.get(name, {}) for name in ("text_config", "vision_config")}
+    for name, part in parts.items():
+        if not isinstance(part, dict):
+            raise UserError(f"{key}: {file}: {name} must be an object, not {part!r:.80}")
+    for name, value in (*shape.items(), *(pair for part in parts.values() for pair in part.items())):
         # Hugging Face writes null for a size that follows from others.
         if name in SIZES and value is not None and (type(value) is not int or not 0 <= value <= MOST_SIZE):
             raise UserError(f"{key}: {file}: {name} must be a whole number from 0 to {MOST_SIZE}, not {value!r:.80}")
@@ -159,6 +176,7 @@ def _policy_size(config: RunConfig) -> ModelSize | None:
             "vocab_size": makes.vocab_size,
             "tie_word_embeddings": True,
         }
+        | ({"model_type": "qwen2_5_vl", "vision_config": tiny_tower(makes)} if makes.vision else {})
     )
 
 
@@ -178,8 +196,30 @@ def tiny_shape(settings: WarmStartConfig) -> dict[str, Any]:
     }
 
 
+def tiny_tower(settings: WarmStartConfig) -> dict[str, Any]:
+    """Return the sizes of the vision tower of the model that a warm start makes."""
+    hidden = settings.hidden_size
+    return {
+        "depth": 2,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_heads": tiny_shape(settings)["num_attention_heads"],
+        "out_hidden_size": hidden,
+        "patch_size": TINY_PATCH,
+    }
+
+
 def size_of(model: dict[str, Any]) -> ModelSize | None:
-    """Return the size from the usual keys of a decoder's ``config.json``; None if they are missing."""
+    """Return the size from the usual keys of a model's ``config.json``; None if they are missing.
+
+    A vision tower counts. The keys of a vision-language model's decoder are in ``text_config``, or in older files
+    beside ``vision_config``.
+    """
+    if "vision_config" in model:
+        tied = "tie_word_embeddings"
+        text = {name: value for name, value in model.items() if name not in ("text_config", "vision_config")}
+        decoder = size_of(text | model.get("text_config", {}) | ({tied: model[tied]} if tied in model else {}))
+        return None if decoder is None else _with_tower(decoder, model)
     if not {"hidden_size", "num_hidden_layers", "vocab_size"} <= model.keys():
         return None
     hidden, layers, vocab = model["hidden_size"], model["num_hidden_layers"], model["vocab_size"]
@@ -211,6 +251,48 @@ def size_of(model: dict[str, Any]) -> ModelSize | None:
     )
 
 
+def _with_tower(decoder: ModelSize, model: dict[str, Any]) -> ModelSize | None:
+    """Add a vision tower to the size of its decoder; None if keys are missing.
+
+    A token of an image stands for a square of patches, which the projector joins: ``spatial_merge_size`` of them a side
+    in the Qwen family, ``scale_factor`` in Idefics3, and as many as leave ``mm_tokens_per_image`` in Gemma 3.
+    """
+    vision, kind = model["vision_config"], model.get("model_type", "")
+    text = model.get("text_config") or model
+    qwen, depth = kind.startswith("qwen"), vision.get("depth") or vision.get("num_hidden_layers")
+    if not depth or not {"hidden_size", "intermediate_size", "patch_size"} <= vision.keys():
+        return None
+    width, inner, patch = vision["hidden_size"], vision["intermediate_size"], vision["patch_size"]
+    if qwen:
+        side = vision.get("spatial_merge_size", 2)
+        joined = side**2 * width
+        # One projector, and one for each layer whose features Qwen3-VL adds.
+        mergers = 1 + (len(vision.get("deepstack_visual_indexes", ())) if kind != "qwen2_5_vl" else 0)
+        projector = mergers * joined * (joined + vision.get("out_hidden_size", text["hidden_size"]))
+        patches = side**2
+    elif "mm_tokens_per_image" in model:
+        projector = width * text["hidden_size"]
+        patches = (vision.get("image_size", 0) // patch) ** 2 // model["mm_tokens_per_image"]
+    else:
+        patches = model.get("scale_factor", 2) ** 2
+        projector = patches * width * text["hidden_size"]
+    # Qwen2.5-VL gates its MLPs.
+    products = 3 if kind == "qwen2_5_vl" else 2
+    embedding = 3 * vision.get("temporal_patch_size", 2 if qwen else 1) * patch**2 * width
+    positions = 0 if qwen else (vision.get("image_size", 0) // patch) ** 2 * width
+    tower = depth * (4 * width**2 + products * width * inner) + embedding + positions + projector
+    # As in a decoder's layer with as many key heads as heads, for each patch.
+    layer = 6 * width + 9 * width + (products + 1) * inner
+    return replace(
+        decoder,
+        parameters=decoder.parameters + tower,
+        tower=tower,
+        tower_activations=patches * (depth + 1) * layer,
+        tower_checkpointed=patches * (depth * width + 2 * layer),
+        tower_layer=patches * (2 * width + max(3 * width, products * inner)),
+    )
+
+
 def trainer_bytes(config: RunConfig, size: ModelSize | None) -> int | None:
     """Estimate one trainer rank in a step: the sum of ``trainer_parts`` on a CPU."""
     return None if size is None else sum(trainer_parts(config, size, on_gpu=False).values())
@@ -228,12 +310,14 @@ def trainer_parts(config: RunConfig, size: ModelSize, *, on_gpu: bool) -> dict[P
 
     Megatron's data-parallel ranks shard only the moments and the float32 masters of bfloat16 weights, and hold the
     reference in the model's type; ``expert_parallel`` of them divide the experts. FSDP's ranks shard their whole
-    replica. With ``cpu_offload`` a GPU has none of the shards. LoRA adapters are not counted, but their frozen base is.
-    The per-token numbers of the whole batch are on the host of each rank (``trainer/batches.py``).
+    replica. With ``cpu_offload`` a GPU has none of the shards. LoRA adapters are not counted, but their frozen base is;
+    a frozen vision tower has neither gradients nor moments. The per-token numbers of the whole batch are on the host of
+    each rank (``trainer/batches.py``).
     """
     trainer = config.trainer
     sharded = trainer.ranks // trainer.replicas
     whole = size.critic if trainer.lora else size.parameters + size.critic
+    still = size.tower if trainer.vision_learning_rate == 0 and not trainer.lora else 0
     frozen = size.parameters * DTYPE_BYTES[config.model.dtype] // sharded if trainer.lora else 0
     megatron, each = trainer.backend == "megatron", DTYPE_BYTES[config.model.dtype]
     masters = whole * 4 // sharded if megatron and each < 4 else 0
@@ -249,13 +333,14 @@ def trainer_parts(config: RunConfig, size: ModelSize, *, on_gpu: bool) -> dict[P
     teacher = held(size.teacher, size.teacher_in_experts) * (each if megatron else 4)
     has_reference = config.algorithm.kl.coef > 0 and not reference_is_base(config, experts=size.in_experts > 0)
     several = trainer.ranks > 1 and _tokens_of_rank(config) > trainer.max_tokens_per_microbatch
-    gathered = 0 if megatron else size.head * HEAD_BYTES + (whole * 4 if several or trainer.ranks == 1 else 0)
+    summed = (whole - still) * 4 if several or trainer.ranks == 1 else 0
+    gathered = 0 if megatron else size.head * HEAD_BYTES + summed
     shards: dict[Part, int] = {
         "weights": frozen + masters + own * (each if megatron else 4),
         "reference": reference if has_reference else 0,
         "teacher": teacher,
-        "optimizer": whole * 4 * 2 // sharded,
-        "gradients": own * 4,
+        "optimizer": (whole - still) * 4 * 2 // sharded,
+        "gradients": (own - still // sharded) * 4,
     }
     if on_gpu and trainer.cpu_offload:
         shards = dict.fromkeys(shards, 0)
@@ -281,12 +366,18 @@ def forward_bytes(config: RunConfig, size: ModelSize, *, on_gpu: bool) -> int:
 
     Rows are distributed over the replicas of the model. The estimate ignores that Megatron's other ranks divide the
     layers of a row, that a token may pass through several experts, and that key heads may be copied to several ranks.
+    Prompts for a model with a vision tower are taken to be images and of data.max_prompt_tokens.
     """
     row = min(_tokens_of_rank(config), max(config.trainer.max_tokens_per_microbatch, config.rollout.max_model_len))
     tokens = -(-row // config.trainer.sequence_parallel)
     logits = min(tokens * size.vocab, LOGITS_CHUNK * (8 if on_gpu else 1)) * 4 * 2
-    kept = size.checkpointed if config.trainer.activation_checkpointing else size.activations
-    return tokens * kept * DTYPE_BYTES[config.model.dtype] + logits
+    checkpoints, trainer = config.trainer.activation_checkpointing, config.trainer
+    kept = size.checkpointed if checkpoints else size.activations
+    seen = size.tower_checkpointed if checkpoints else size.tower_activations
+    if trainer.lora or trainer.vision_learning_rate == 0:
+        seen = size.tower_layer
+    shown = tokens * min(config.data.max_prompt_tokens, config.rollout.max_model_len) // config.rollout.max_model_len
+    return (tokens * kept + shown * seen) * DTYPE_BYTES[config.model.dtype] + logits
 
 
 def _tokens_of_rank(config: RunConfig) -> int:
@@ -337,11 +428,14 @@ def cache_bytes(config: RunConfig, size: ModelSize, *, embedded: bool, on_gpu: b
 
 
 def decoding_bytes(config: RunConfig, size: ModelSize) -> int:
-    """Estimate the activations of an engine on a GPU: those of one layer for the tokens of a prefill, and the logits of
-    a batch, sorted and unsorted."""
+    """Estimate the activations of an engine on a GPU: those of one layer for the tokens of a prefill or for an image as
+    long as a prompt, and the logits of a batch, sorted and unsorted."""
     rollout, each = config.rollout, DTYPE_BYTES[config.model.dtype]
     tokens = min(rollout.max_batch_size * rollout.max_model_len, PREFILL_TOKENS)
-    return tokens * size.layer * each // rollout.tensor_parallel + rollout.max_batch_size * size.vocab * 4 * 3
+    shown = min(config.data.max_prompt_tokens, rollout.max_model_len)
+    # Images are computed before the prompts, one at a time.
+    layers = max(tokens * size.layer // rollout.tensor_parallel, shown * size.tower_layer)
+    return layers * each + rollout.max_batch_size * size.vocab * 4 * 3
 
 
 def queue_bytes(config: RunConfig) -> int:

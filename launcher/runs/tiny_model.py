@@ -36,7 +36,7 @@ from rl_async.configs.schema.run import EvalConfig, RunConfig
 from rl_async.errors import UserError
 from rl_async.files import written_whole
 from rl_async.launcher.plan.artifacts import SFT_FILE, origin_of
-from rl_async.launcher.plan.memory import tiny_shape
+from rl_async.launcher.plan.memory import TINY_PATCH, tiny_shape, tiny_tower
 from rl_async.messages import LeasedGroup, Task, Version, by_role, episode_rewards
 from rl_async.pictures import FAMILIES, PictureProcessor
 from rl_async.reward_loop.service import RewardService
@@ -91,31 +91,18 @@ def tiny_model(settings: WarmStartConfig, tokenizer: PreTrainedTokenizerFast) ->
     if settings.experts:
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, norm_topk_prob=True))
     if settings.vision:
-        return Qwen2_5_VLForConditionalGeneration(vision_config(shape, tokenizer))
+        return Qwen2_5_VLForConditionalGeneration(vision_config(shape, tiny_tower(settings), tokenizer))
     return Qwen3ForCausalLM(Qwen3Config(**shape))
 
 
-# Pixels of a patch's side; 2 x 2 patches are a token.
-PATCH = 8
-
-
-def vision_config(shape: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLConfig:
-    """Return the config of a Qwen2.5-VL with a decoder of this shape, and a tower of two layers as wide."""
+def vision_config(shape: dict[str, Any], tower: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLConfig:
+    """Return the config of a Qwen2.5-VL with a decoder of this shape, and a vision tower."""
     half = shape["hidden_size"] // shape["num_attention_heads"] // 2
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
     start, image, end = (tokenizer.convert_tokens_to_ids(mark) for mark in VISION_MARKS)
     return Qwen2_5_VLConfig(
         text_config={key: value for key, value in shape.items() if key != "head_dim"} | {"rope_parameters": rope},
-        vision_config={
-            "depth": 2,
-            "hidden_size": shape["hidden_size"],
-            "intermediate_size": 2 * shape["hidden_size"],
-            "num_heads": shape["num_attention_heads"],
-            "out_hidden_size": shape["hidden_size"],
-            "patch_size": PATCH,
-            "window_size": 4 * PATCH,
-            "fullatt_block_indexes": [1],
-        },
+        vision_config=tower | {"window_size": 4 * TINY_PATCH, "fullatt_block_indexes": [1]},
         image_token_id=image,
         vision_start_token_id=start,
         vision_end_token_id=end,
@@ -127,8 +114,8 @@ def vision_config(shape: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> 
 
 def image_processor() -> Qwen2VLImageProcessorPil:
     """Return the image processor of the tiny model: images of up to 64 tokens, larger ones are shrunk."""
-    size = {"shortest_edge": (2 * PATCH) ** 2, "longest_edge": 64 * (2 * PATCH) ** 2}
-    return Qwen2VLImageProcessorPil(patch_size=PATCH, temporal_patch_size=2, merge_size=2, size=size)
+    size = {"shortest_edge": (2 * TINY_PATCH) ** 2, "longest_edge": 64 * (2 * TINY_PATCH) ** 2}
+    return Qwen2VLImageProcessorPil(patch_size=TINY_PATCH, temporal_patch_size=2, merge_size=2, size=size)
 
 
 def encoder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> PictureProcessor:

@@ -6,7 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from rl_async.configs.load import load_config
 from rl_async.errors import UserError
@@ -50,6 +53,45 @@ def test_parameters_of_a_known_model() -> None:
     assert size is not None
     assert size.parameters == pytest.approx(596_000_000, rel=0.01)
     assert size.kv_per_token == 2 * 28 * 8 * 128
+
+
+VISION: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {},
+    "qwen3_vl": {},
+    "idefics3": {"text_config": {"model_type": "llama", "hidden_size": 576, "num_hidden_layers": 4}},
+    "gemma3": {
+        "text_config": {"hidden_size": 512, "num_hidden_layers": 4},
+        "vision_config": {"vision_use_head": False, "image_size": 896, "patch_size": 14},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", VISION)
+def test_the_weights_of_vision_towers_are_counted(kind: str) -> None:
+    """All of them and those of the tower, of models with the default tower of their family."""
+    hf = AutoConfig.for_model(kind, **VISION[kind])
+    with torch.device("meta"):
+        model: Any = AutoModelForImageTextToText.from_config(hf)
+    decoder = model.get_decoder()
+    own = sum(p.numel() for part in model.model.children() if part is not decoder for p in part.parameters())
+    size = size_of(hf.to_dict())
+    assert size is not None
+    assert size.tower == pytest.approx(own, rel=0.02)
+    assert size.parameters == pytest.approx(sum(p.numel() for p in model.parameters()), rel=0.02)
+    assert size.tower_activations > size.tower_checkpointed > 0
+
+
+def test_the_model_that_reads_images_and_is_yet_to_be_made_has_a_tower(tmp_path: Path) -> None:
+    paths = [f"model.path={tmp_path}", f"warm_start.out={tmp_path}"]
+    config = float32_config("calculator", [*paths, "warm_start.vision=true"])
+    size, plain = model_size(config), model_size(float32_config("calculator", paths))
+    assert size is not None and plain is not None and size.tower > 0
+    assert trainer_bytes(config, size) > trainer_bytes(config, replace(size, tower_activations=0))
+    frozen = msgspec.structs.replace(config, trainer=msgspec.structs.replace(config.trainer, vision_learning_rate=0.0))
+    trained, still = (trainer_parts(c, size, on_gpu=False) for c in (config, frozen))
+    assert trained["optimizer"] - still["optimizer"] == size.tower * 4 * 2
+    assert trained["activations"] > still["activations"] and trained["weights"] == still["weights"]
+    assert decoding_bytes(config, replace(size, tower_layer=1 << 20)) > decoding_bytes(config, size)
 
 
 MIXTRAL_8X7B = {
