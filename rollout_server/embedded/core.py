@@ -43,7 +43,7 @@ from rl_async.rollout_server.embedded.cache import (
     joined,
 )
 from rl_async.rollout_server.embedded.sampler import Matcher, Sampler, restrict
-from rl_async.rollout_server.embedded.vision import SERVED_WITH_IMAGES, PlacedImage, VisionInputs
+from rl_async.rollout_server.embedded.vision import BIDIRECTIONAL, SERVED_WITH_IMAGES, PlacedImage, VisionInputs
 from rl_async.torch_shared import output_logits, widened, windowed
 from rl_async.tracing import Value
 
@@ -237,13 +237,21 @@ def why_not_served(config: Any) -> str | None:
     return None
 
 
-def visible(config: Any, positions: Tensor, width: int) -> Tensor | dict[str, Tensor | None]:
+def visible(
+    config: Any, positions: Tensor, width: int, images: Tensor | None = None
+) -> Tensor | dict[str, Tensor | None]:
     """Return masks of the first ``width`` positions that the tokens at ``positions`` [N, T] see, in the model's form.
 
     A mask is bool [N, 1, T, width]; a model with several kinds of layers takes one for each kind. Layers with a window
-    need none for the last T positions of a single sequence, if they attend in blocks (``attention``).
+    need none for the last T positions of a single sequence, if they attend in blocks (``attention``). The tokens of an
+    image see one another if ``images`` [N, width] has its number for each of them, and -1 for text.
     """
     at, sees = positions[:, None, :, None], torch.arange(width, device=positions.device)
+    if images is not None:
+        causal = sees <= at
+        mine = images.gather(1, positions.clamp(max=width - 1).expand(len(images), -1))[:, None, :, None]
+        both = causal | ((mine == images[:, None, None]) & (mine >= 0))
+        return {FULL: both, SLIDING: both & (sees > at - config.sliding_window)}
     kinds, window = set(getattr(config, "layer_types", None) or ()), getattr(config, "sliding_window", None)
     if window is None or (kinds and SLIDING not in kinds):
         return sees <= at
@@ -320,12 +328,15 @@ class EngineCore:
     ) -> None:
         _check_served(model)
         # nn.Module does not type the attributes of Transformers' models.
-        self.model: Any = model
+        whole: Any = model
+        self.model = whole
         self.max_batch, self.max_length, self.min_iteration_s = max_batch, max_length, min_iteration_s
-        config: Any = model.config.get_text_config()
-        self._config, self._decoder = config, self.model.get_decoder()
+        config = whole.config.get_text_config()
+        self._config, self._decoder = config, whole.get_decoder()
         self.pictures = pictures
         self._vision = None if pictures is None else VisionInputs(model, pictures)
+        # Whether the tokens of an image see one another.
+        self._bidirectional = pictures is not None and whole.config.model_type in BIDIRECTIONAL
         self.vocab_size: int = config.vocab_size
         self._cache_argument = _cache_argument(self._decoder)
         self._recorder = RouteRecorder(model) if record_routes and experts_of(config) else None
@@ -461,7 +472,7 @@ class EngineCore:
         by_prompt: dict[Prompt, list[Sequence]] = {}
         for sequence in batch:
             by_prompt.setdefault(sequence.items(), []).append(sequence)
-        known = {prompt: self._prefixes.find(prompt) for prompt in by_prompt}
+        known = {prompt: self._known(prompt, sequences[0]) for prompt, sequences in by_prompt.items()}
         # Prompts without a known prefix come first, so that each of the two passes has contiguous slots.
         prompts = sorted(by_prompt, key=lambda prompt: bool(known[prompt]))
         fresh = sum(not known[prompt] for prompt in prompts)
@@ -484,6 +495,15 @@ class EngineCore:
         self._sampler = None
         return self._append(batch, tokens, logprobs)
 
+    def _known(self, prompt: Prompt, sequence: Sequence) -> list[Block]:
+        """Return the blocks of the longest known prefix; it ends in no image whose tokens see one another."""
+        found = self._prefixes.find(prompt)
+        # From the last one on, since a prefix that ends before an image may end in an earlier one.
+        for image in reversed(sequence.images) if self._bidirectional else ():
+            if image.position < BLOCK * len(found) < image.end:
+                found = found[: image.position // BLOCK]
+        return found
+
     def _whole(self, first: int, batch: list[Sequence]) -> Tensor:
         """Compute prompts from their start, in slots from ``first`` on; return the hidden state of each last token."""
         prompts = [sequence.tokens for sequence in batch]
@@ -491,7 +511,9 @@ class EngineCore:
         padded = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts], device=self.device)
         self._cache.prefill_at(first)
         positions = torch.arange(width, device=self.device)[None]
-        hidden = self._prefilled(batch, [0] * len(batch), padded, positions, visible_in_prompts(self._config))
+        images = self._images_in_full(batch, width)
+        mask = visible_in_prompts(self._config) if images is None else visible(self._config, positions, width, images)
+        hidden = self._prefilled(batch, [0] * len(batch), padded, positions, mask)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         return hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
 
@@ -510,10 +532,23 @@ class EngineCore:
         lengths = torch.tensor([len(end) for end in ends], device=self.device)
         rows, columns = (torch.arange(width, device=self.device) < lengths[:, None]).nonzero(as_tuple=True)
         self._cache.extend_at(first, rows, columns, at[rows, columns], view)
-        mask = visible(self._config, at, view)
+        mask = visible(self._config, at, view, self._images_in_full(batch, view))
         # Padding only needs valid positions, since its results are never read.
         hidden = self._prefilled(batch, starts, padded, at.clamp(max=self.max_length - 1), mask)
         return hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
+
+    def _images_in_full(self, batch: list[Sequence], width: int) -> Tensor | None:
+        """Return the number of the image behind each token [N, width], -1 for text, for ``visible``; None without any.
+
+        Returns None too for models whose images are attended to as text is.
+        """
+        if not self._bidirectional or not any(sequence.images for sequence in batch):
+            return None
+        numbers = torch.full((len(batch), width), -1)
+        for row, sequence in enumerate(batch):
+            for number, image in enumerate(sequence.images):
+                numbers[row, image.features] = number
+        return numbers.to(self.device)
 
     def _prefilled(
         self, batch: list[Sequence], starts: list[int], tokens: Tensor, positions: Tensor, mask: Mask

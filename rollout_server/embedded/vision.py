@@ -18,7 +18,9 @@ from rl_async.pictures import Picture, PictureProcessor
 from rl_async.rollout_server.api import Image
 
 # Families of vision-language models whose log-probabilities a test compares with a plain forward pass.
-SERVED_WITH_IMAGES = ("idefics3", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+SERVED_WITH_IMAGES = ("gemma3", "idefics3", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+# Of these, the ones in which tokens of an image see those behind them.
+BIDIRECTIONAL = ("gemma3",)
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def place(processor: PictureProcessor | None, ids: Sequence[int], images: Sequen
         # A newline beside the image may have become one token with the prompt's.
         fits = before <= start and list(ids[start + 1 : end - 1]) == tokens[1:-1] and end <= len(ids)
         longer = end not in starts and list(ids[end : end + 1]) == [processor.image_token]
-        if not fits or longer or any(ids[index] != processor.image_token for index in features):
+        if not fits or longer or any(ids[index] != processor.image_token for index in features.tolist()):
             raise DataError(
                 f"token_ids lacks the {len(tokens)} tokens of image {image.sha256[:12]} at position {start}; expand "
                 "prompts with the processor of the model that the engine serves"

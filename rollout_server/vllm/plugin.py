@@ -210,4 +210,4 @@ def _process_images_with_pillow() -> None:
     def with_pillow(*arguments: Any, **named: Any) -> Any:
         return load(*arguments, **(named | {"backend": "pil"}))
 
-    AutoImageProcessor.from_pretrained = with_pillow
+    AutoImageProcessor.from_pretrained = with_pillow  # type: ignore[method-assign]
