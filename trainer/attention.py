@@ -33,13 +33,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from rl_async.torch_shared import Attend, has_flash_attention, windowed
@@ -56,7 +56,7 @@ _kernel: Any = varlen_attn
 if "enable_gqa" in inspect.signature(varlen_attn).parameters:
     _kernel = partial(varlen_attn, enable_gqa=True)
 # Options that would change the result and are not computed here.
-UNKNOWN = ("s_aux", "position_bias")
+UNKNOWN = ("position_bias",)
 
 
 def packed_attention(
@@ -73,15 +73,17 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """One layer's attention of [1, heads, N, D], and its result [1, N, heads, D], as ``AttentionInterface`` calls it.
 
     A token sees those of its own sequence up to itself, or the last ``sliding_window`` of them. With ``softcap`` c
-    scores are c * tanh(score / c) (Gemma 2, arXiv:2408.00118, section 2). With ``sharing_ranks`` N are this rank's
-    tokens of the row, and ``packed_groups`` and ``packed_borders`` are of all of it. With ``packed_tree`` sequences
-    share prefixes, as the module describes. Raises ValueError when the model asks for anything else, rather than
-    compute it wrongly.
+    scores are c * tanh(score / c) (Gemma 2, arXiv:2408.00118, section 2). ``s_aux`` [heads] are attention sinks, each
+    one more score of its head's softmax, of a value of zeros (gpt-oss, arXiv:2508.10925). With ``sharing_ranks`` N are
+    this rank's tokens of the row, and ``packed_groups`` and ``packed_borders`` are of all of it. With ``packed_tree``
+    sequences share prefixes, as the module describes. Raises ValueError when the model asks for anything else, rather
+    than compute it wrongly.
     """
     asked = [name for name in UNKNOWN if options.get(name) is not None]
     if (
@@ -95,19 +97,22 @@ def packed_attention(
             f"without a mask, and has none of {asked or UNKNOWN}; leave the model's kind out of "
             "trainer/families.py"
         )
+    form = _Form(scaling, softcap, s_aux)
     if packed_tree is not None:
-        return _of_tree(query, key, value, packed_tree, scaling, sliding_window, softcap)[None], None
+        return _of_tree(query, key, value, packed_tree, sliding_window, form)[None], None
     assert packed_groups is not None and packed_borders is not None
     if sharing_ranks is not None:
         query, key, value = (to_heads(x, sharing_ranks) for x in (query, key, value))
+        if s_aux is not None:
+            form = form._replace(sinks=s_aux.chunk(sharing_ranks.size())[sharing_ranks.rank()])
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, D]
-    if softcap is None and _has_kernel(query, value):
+    if softcap is None and s_aux is None and _has_kernel(query, value):
         longest = max(length for length, _ in packed_groups)
         back = -1 if sliding_window is None else sliding_window - 1
         borders = (packed_borders, packed_borders, longest, longest)
         attended = _kernel(query, key, value, *borders, scale=scaling, window_size=(back, 0))[None]
     else:
-        attended = _by_groups(query, key, value, packed_groups, scaling, sliding_window, softcap)[None]
+        attended = _by_groups(query, key, value, packed_groups, sliding_window, form)[None]
     return attended if sharing_ranks is None else to_sequence(attended, sharing_ranks), None
 
 
@@ -123,15 +128,15 @@ def _has_kernel(query: Tensor, value: Tensor) -> bool:
     )
 
 
-def _by_groups(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    groups: Groups,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
+class _Form(NamedTuple):
+    """What a model does with scores, as ``packed_attention`` says; ``scaling`` is 1 / sqrt(D) if it is None."""
+
+    scaling: float | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+def _by_groups(query: Tensor, key: Tensor, value: Tensor, groups: Groups, window: int | None, form: _Form) -> Tensor:
     """Attend in a packed row, [N, heads, D], with one call for each group of equally long sequences."""
     sizes = [length * sequences for length, sequences in groups]
     outputs = []
@@ -139,53 +144,62 @@ def _by_groups(
         groups, query.split(sizes), key.split(sizes), value.split(sizes), strict=True
     ):
         q, k, v = (part.unflatten(0, (sequences, length)).transpose(1, 2) for part in parts)
-        outputs.append(_attended(q, k, v, scaling, window, softcap).transpose(1, 2).flatten(0, 1))
+        outputs.append(_attended(q, k, v, window, form).transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)
 
 
-def _of_tree(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tree: TreeCalls,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
+def _of_tree(query: Tensor, key: Tensor, value: Tensor, tree: TreeCalls, window: int | None, form: _Form) -> Tensor:
     """Attend over a tree of prefixes, [1, heads, N, D] to [N, heads, D]."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     window = None if window is None or tree.longest <= window else window
     # PyTorch's fused kernel for CPUs needs values as wide as keys.
-    if window is None and softcap is None and q.shape[-1] == v.shape[-1]:
-        return merged(q, k, v, tree, scaling)
-    return copied(q, k, v, tree, window, partial(_masked, scaling=scaling, softcap=softcap))
+    if window is None and form.softcap is None and form.sinks is None and q.shape[-1] == v.shape[-1]:
+        return merged(q, k, v, tree, form.scaling)
+    return copied(q, k, v, tree, window, partial(_masked, form=form))
 
 
-def _attended(
-    q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None, softcap: float | None
-) -> Tensor:
+def _attended(q: Tensor, k: Tensor, v: Tensor, window: int | None, form: _Form) -> Tensor:
     """Attention of whole sequences, [B, heads, L, D]."""
     if window is not None and window < q.shape[2]:
-        return windowed(q, k, v, window, partial(_masked, scaling=scaling, softcap=softcap))
-    return _masked(q, k, v, None, scaling=scaling, softcap=softcap)
+        return windowed(q, k, v, window, partial(_masked, form=form))
+    return _masked(q, k, v, None, form=form)
 
 
-def _masked(
-    q: Tensor, k: Tensor, v: Tensor, sees: Tensor | None, *, scaling: float | None, softcap: float | None
-) -> Tensor:
+def _masked(q: Tensor, k: Tensor, v: Tensor, sees: Tensor | None, *, form: _Form) -> Tensor:
     """Attend by ``sees``, bool [L, S], or causally if it is None."""
-    if softcap is not None:
-        return _capped(q, k, v, sees, scaling, softcap)
+    scaling = q.shape[3] ** -0.5 if form.scaling is None else form.scaling
+    if form.sinks is not None:
+        return _sunk(q, k, v, sees, form._replace(scaling=scaling))
+    if form.softcap is not None:
+        return _capped(q, k, v, sees, scaling, form.softcap)
     return scaled_dot_product_attention(
         q, k, v, attn_mask=sees, is_causal=sees is None, scale=scaling, enable_gqa=k.shape[1] != q.shape[1]
     )
 
 
-def _capped(q: Tensor, k: Tensor, v: Tensor, sees: Tensor | None, scaling: float | None, softcap: float) -> Tensor:
+def _sunk(q: Tensor, k: Tensor, v: Tensor, sees: Tensor | None, form: _Form) -> Tensor:
+    """Attend with sinks, as ``_masked`` without them over one more key, of zeros but for one more element.
+
+    That element of a query is its head's sink, and of the key 1 / scaling, so that their score is the sink. The key
+    stands first, and a query that is dropped beside it, so that attention remains causal and fused kernels take it.
+    """
+    assert form.sinks is not None and form.scaling is not None
+    width = v.shape[3]
+    q = torch.cat([q, form.sinks.to(q.dtype)[:, None, None].expand(*q.shape[:3], 1)], 3)
+    sink = pad(torch.zeros_like(k[:, :, :1]), (0, 1), value=1 / form.scaling)
+    k = torch.cat([sink, pad(k, (0, 1))], 2)
+    v = pad(v, (0, 1, 1, 0))
+    plain = form._replace(sinks=None)
+    if sees is None:
+        return _masked(pad(q, (0, 0, 1, 0)), k, v, None, form=plain)[:, :, 1:, :width]
+    return _masked(q, k, v, pad(sees, (1, 0), value=True), form=plain)[..., :width]
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, sees: Tensor | None, scaling: float, softcap: float) -> Tensor:
     """Attend with every score in memory, [B, heads, L, S], since no fused kernel of PyTorch caps scores."""
     length, repeats = q.shape[2], q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scaling is None else scaling)
+    scores = q @ k.transpose(2, 3) * scaling
     scores = softcap * torch.tanh(scores / softcap)
     if sees is None:
         sees = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()

@@ -40,13 +40,18 @@ def row_cost_of(config: Any, *, padded: bool = False, shares_prefixes: bool = Fa
     (Narayanan et al., arXiv:2104.04473, appendix, with causal attention). A sliding window counts as full attention.
     """
     hidden, layers, heads = config.hidden_size, config.num_hidden_layers, config.num_attention_heads
+    # The heads of some models differ from layer to layer.
+    each = list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config] * layers
     latent = getattr(config, "kv_lora_rank", None) is not None
-    attention, score_width = _latent_attention(config) if latent else _attention(config)
+    costs = [_latent_attention(layer) if latent else _attention(layer) for layer in each]
     dense, sparse = _mlp_layers(config)
-    weights = layers * attention + dense * 3 * hidden * config.intermediate_size
+    weights = sum(attention for attention, _ in costs) + dense * 3 * hidden * config.intermediate_size
     weights += sparse * _expert_weights(config) + hidden * config.vocab_size
     return RowCost(
-        linear=2 * weights, quadratic=layers * heads * score_width, padded=padded, shares_prefixes=shares_prefixes
+        linear=2 * weights,
+        quadratic=heads * sum(score_width for _, score_width in costs),
+        padded=padded,
+        shares_prefixes=shares_prefixes,
     )
 
 

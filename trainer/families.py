@@ -1,15 +1,15 @@
 """Model types whose rows can be packed, and those that the Megatron backend trains. Imports neither torch nor Megatron.
 
 Other types run padded. A type may be added to ``FAMILIES`` if its layers mix tokens only by causal attention, through
-Transformers' attention interface, and its logits are ``lm_head(hidden)``, scaled and capped as declared here; a test
-compares each with one row at a time.
+Transformers' attention interface, or by the modules that it names as ``mixers``, and its logits are
+``lm_head(hidden)``, scaled and capped as declared here; a test compares each with one row at a time.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-LAYERS = {"full_attention", "sliding_attention"}
+LAYERS = frozenset({"full_attention", "sliding_attention"})
 # These turn all rows of a batch by angles that the longest row decides, so packing would change results.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
@@ -22,35 +22,95 @@ class LogitForm:
     softcap: float | None = None
 
 
-def plain(_: Any) -> LogitForm:
-    return LogitForm()
+@dataclass(frozen=True)
+class Family:
+    """A model type whose rows can be packed.
+
+    Attributes:
+        logits: How a model with this Hugging Face config makes its logits.
+        mixers: Transformers' classes of the modules that carry a state from token to token (state-space layers, linear
+            attention, convolutions), called as ``module(hidden, cache=..., attention_mask=...)``. ``mixers.py`` resets
+            their state where a row ends.
+        layers: The kinds of layers, as ``layer_types`` of the config names them.
+    """
+
+    logits: Callable[[Any], LogitForm] = lambda _: LogitForm()
+    mixers: tuple[str, ...] = ()
+    layers: frozenset[str] = LAYERS
 
 
-FAMILIES: dict[str, Callable[[Any], LogitForm]] = {
-    "cohere": lambda config: LogitForm(scale=config.logit_scale),
-    "cohere2": lambda config: LogitForm(scale=config.logit_scale),
-    "deepseek_v3": plain,
-    "gemma": plain,
-    "gemma2": lambda config: LogitForm(softcap=config.final_logit_softcapping),
-    "gemma3_text": lambda config: LogitForm(softcap=config.final_logit_softcapping),
-    "glm4": plain,
-    "granite": lambda config: LogitForm(scale=1.0 / config.logits_scaling),
-    "llama": plain,
-    "mistral": plain,
-    "mixtral": plain,
-    "olmo2": plain,
-    "phi3": plain,
-    "qwen2": plain,
-    "qwen2_moe": plain,
-    "qwen3": plain,
-    "qwen3_moe": plain,
-    "smollm3": plain,
+def _scaled(config: Any) -> LogitForm:
+    return LogitForm(scale=1.0 / config.logits_scaling)
+
+
+def _capped(config: Any) -> LogitForm:
+    return LogitForm(softcap=config.final_logit_softcapping)
+
+
+def _multiplied(config: Any) -> LogitForm:
+    return LogitForm(scale=config.logit_scale)
+
+
+PLAIN = Family()
+LINEAR = LAYERS | {"linear_attention"}
+FAMILIES: dict[str, Family] = {
+    "apertus": PLAIN,
+    "arcee": PLAIN,
+    "bamba": Family(mixers=("BambaMixer",), layers=LINEAR),
+    "cohere": Family(_multiplied),
+    "cohere2": Family(_multiplied),
+    "deepseek_v2": PLAIN,
+    "deepseek_v3": PLAIN,
+    "dots1": PLAIN,
+    "ernie4_5": PLAIN,
+    "ernie4_5_moe": PLAIN,
+    "exaone4": PLAIN,
+    "falcon_h1": Family(
+        lambda config: LogitForm(scale=config.lm_head_multiplier), ("FalconH1Mixer",), LAYERS | {"hybrid"}
+    ),
+    "gemma": PLAIN,
+    "gemma2": Family(_capped),
+    "gemma3_text": Family(_capped),
+    "gemma4_text": Family(_capped),
+    "glm": PLAIN,
+    "glm4": PLAIN,
+    "glm4_moe": PLAIN,
+    "gpt_oss": PLAIN,
+    "granite": Family(_scaled),
+    "granitemoe": Family(_scaled),
+    "granitemoehybrid": Family(_scaled, ("GraniteMoeHybridMambaLayer",), LINEAR),
+    "helium": PLAIN,
+    "hunyuan_v1_dense": PLAIN,
+    "hunyuan_v1_moe": PLAIN,
+    "kimi_linear": Family(mixers=("KimiLinearDeltaAttention",), layers=LINEAR),
+    "lfm2": Family(mixers=("Lfm2ShortConv",), layers=LAYERS | {"conv"}),
+    "lfm2_moe": Family(mixers=("Lfm2MoeShortConv",), layers=LAYERS | {"conv"}),
+    "llama": PLAIN,
+    "minimax_m2": PLAIN,
+    "ministral": PLAIN,
+    "mistral": PLAIN,
+    "mixtral": PLAIN,
+    "nemotron_h": Family(mixers=("NemotronHMamba2Mixer",), layers=LINEAR | {"mlp", "moe"}),
+    "olmo2": PLAIN,
+    "olmo3": PLAIN,
+    "olmo_hybrid": Family(mixers=("OlmoHybridGatedDeltaNet",), layers=LINEAR),
+    "olmoe": PLAIN,
+    "phi3": PLAIN,
+    "qwen2": PLAIN,
+    "qwen2_moe": PLAIN,
+    "qwen3": PLAIN,
+    "qwen3_5_moe_text": Family(mixers=("Qwen3_5MoeGatedDeltaNet",), layers=LINEAR),
+    "qwen3_5_text": Family(mixers=("Qwen3_5GatedDeltaNet",), layers=LINEAR),
+    "qwen3_moe": PLAIN,
+    "qwen3_next": Family(mixers=("Qwen3NextGatedDeltaNet",), layers=LINEAR),
+    "seed_oss": PLAIN,
+    "smollm3": PLAIN,
 }
 
 
 # Models that read images and can be packed, and the language models that only occur within them.
 VISION = ("qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm")
-VISION_TEXT: dict[str, Callable[[Any], LogitForm]] = {"qwen2_5_vl_text": plain, "qwen3_vl_text": plain}
+VISION_TEXT: dict[str, Family] = {"qwen2_5_vl_text": PLAIN, "qwen3_vl_text": PLAIN}
 # Models whose tokens of an image attend to all others of the same image.
 BIDIRECTIONAL = ("gemma3",)
 
@@ -65,16 +125,22 @@ def reads_images(config: Any) -> bool:
     return getattr(config, "vision_config", None) is not None
 
 
+def family_of(config: Any) -> Family:
+    """Return the family of the language model of a model that can be packed."""
+    return (FAMILIES | VISION_TEXT)[text_of(config).model_type]
+
+
 def why_padded(config: Any) -> str | None:
     """Why a model with this Hugging Face config cannot be packed; None if it can."""
     if config.model_type in BIDIRECTIONAL:
         return "tokens of an image attend to later ones"
     text = text_of(config)
     kind = config.model_type if reads_images(config) and config.model_type not in VISION else text.model_type
-    if kind not in FAMILIES | VISION_TEXT:
+    family = (FAMILIES | VISION_TEXT).get(kind)
+    if family is None:
         return f"models of type {kind} are not known to keep packed rows apart"
     config = text
-    others = set(getattr(config, "layer_types", None) or ()) - LAYERS
+    others = set(getattr(config, "layer_types", None) or ()) - family.layers
     if others:
         return f"it has layers of type {', '.join(sorted(others))}"
     if getattr(config, "use_bidirectional_attention", False):
@@ -92,15 +158,22 @@ def why_not_shared(config: Any, size: int) -> str | None:
         return "ranks do not share rows of models that read images"
     if reason := why_padded(config):
         return f"its rows cannot be packed: {reason}"
+    if reason := carried(config):
+        return reason
     if config.num_attention_heads % size:
         return f"that many ranks do not divide its {config.num_attention_heads} attention heads"
     return None
 
 
+def carried(config: Any) -> str | None:
+    """What a model that can be packed carries from token to token besides keys and values, in words, or None."""
+    mixers = family_of(config).mixers
+    return f"its layers ({', '.join(mixers)}) carry a state from token to token" if mixers else None
+
+
 def logit_form(config: Any) -> LogitForm:
     """Return how a model that can be packed makes its logits."""
-    text = text_of(config)
-    return (FAMILIES | VISION_TEXT)[text.model_type](text)
+    return family_of(config).logits(text_of(config))
 
 
 MEGATRON_FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe")

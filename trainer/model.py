@@ -35,8 +35,18 @@ from rl_async.pictures import PictureProcessor
 from rl_async.torch_shared import bfloat16_products, output_logits, widened
 from rl_async.trainer.attention import NAME, Sharing, gathered
 from rl_async.trainer.backend import OutputName, Outputs, policy_outputs
-from rl_async.trainer.families import LogitForm, logit_form, reads_images, text_of, why_not_shared, why_padded
+from rl_async.trainer.families import (
+    LogitForm,
+    carried,
+    family_of,
+    logit_form,
+    reads_images,
+    text_of,
+    why_not_shared,
+    why_padded,
+)
 from rl_async.trainer.images import Images, embedded
+from rl_async.trainer.mixers import keep_rows_apart
 from rl_async.trainer.packing import Packed, PackedTree, Tensors, pack, pack_tree
 from rl_async.trainer.pretrained import Pretrained, StoredWeights, skeleton
 
@@ -87,6 +97,8 @@ class Headed(torch.nn.Module):
         self.value_head = None if head == "policy" else ValueHead(text_of(lm.config).hidden_size)
         self.has_logits = head != "value"
         self.packs = why_padded(lm.config) is None
+        if self.packs:
+            keep_rows_apart(lm, family_of(lm.config).mixers)
         self.sharing = sharing
         self.shares_prefixes = shares_prefixes
         self.replay: RouterReplay | None = None
@@ -437,9 +449,12 @@ def _add_product(total: Tensor, dz: Tensor, hidden: Tensor) -> None:
 # --- Kernels
 
 
-def attention_implementation(config: Any) -> str | dict[str, str]:
-    """The attention implementation of Transformers to load a model with, from its Hugging Face config."""
-    decoder = NAME if why_padded(config) is None else "sdpa"
+def attention_implementation(config: Any) -> str | dict[str, str | None] | None:
+    """The attention implementation of Transformers to load a model with, from its Hugging Face config.
+
+    None leaves the choice to Transformers: PyTorch's fused attention if the model can use it, else its own.
+    """
+    decoder = NAME if why_padded(config) is None else None
     return {"text_config": decoder, "vision_config": "sdpa"} if reads_images(config) else decoder
 
 
@@ -447,6 +462,8 @@ def why_prefixes_apart(config: Any, device: str, options: TrainerConfig) -> str 
     """Why a model with this Hugging Face config computes shared prefixes once per row, or None."""
     if reason := why_padded(config):
         return f"its rows are not packed: {reason}"
+    if reason := carried(config):
+        return reason
     if options.sequence_parallel > 1:
         return "ranks that share rows (trainer.sequence_parallel) exchange whole ones"
     if device != "cpu":
@@ -482,7 +499,7 @@ def apply_liger(lm: Any, device: str) -> None:
 # --- Router replay
 
 # Kinds of models whose routers choose by softmax, and return logits, weights and experts.
-REPLAYED = ("mixtral", "qwen2_moe", "qwen3_moe")
+REPLAYED = ("mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next")
 
 
 def why_not_replayed(config: Any, *, packs: bool, compiled: bool) -> str | None:

@@ -97,7 +97,7 @@ class StoredWeights:
             raise UserError(f"{self.key}: {error}") from error
 
 
-def skeleton(kind: Any, config: Any, attention: str | dict[str, str]) -> Any:
+def skeleton(kind: Any, config: Any, attention: str | dict[str, str | None] | None) -> Any:
     """Build a float32 model in evaluation mode whose parameters have no memory; its buffers are computed as ever.
 
     ``kind`` is an auto class of Transformers, and ``attention`` the implementation to use, or one for each part.

@@ -8,8 +8,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_async.trainer.families import FAMILIES
+from tests.support.families import COMMON, DISTINCT, SPECIAL
 from tests.support.forked import run_ranks
-from tests.unit.trainer.test_families import COMMON, DISTINCT, SPECIAL
 
 CASES: dict[str, dict[str, Any]] = {
     "tied": {"kind": "qwen3", "tie_word_embeddings": True},

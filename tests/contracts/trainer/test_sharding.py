@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.contracts.backends.models import ROWS, loss_of, make_model, micro_batches, outputs_of
+from tests.support.families import saved
 from tests.support.forked import run_ranks
 from tests.support.once import once
 from tests.support.rounding import assert_as_close, assert_near, in_float64, pass_rounding, to_float64
-from tests.unit.trainer.test_families import saved
 
 LORA: dict[str, Any] = {"lora": {"rank": 4, "targets": ["q_proj", "down_proj"]}, "learning_rate": 1e-2}
 HAS_PEFT = importlib.util.find_spec("peft") is not None

@@ -17,15 +17,15 @@ from rl_async.trainer.families import FAMILIES, why_not_shared
 from rl_async.trainer.packing import pack
 from tests.contracts.trainer.test_training import LAYERS, TERMS, train
 from tests.contracts.trainer.workers.update import RATE, STEPS
+from tests.support.families import COMMON, DISTINCT, SPECIAL, config_of, saved
 from tests.support.forked import run_ranks
 from tests.support.once import once
 from tests.support.rounding import assert_trained_alike, pass_rounding
-from tests.unit.trainer.test_families import COMMON, DISTINCT, SPECIAL, saved
 from tests.unit.trainer.test_packing import padded
 
 THREE_KEYS = {"num_attention_heads": 6, "num_key_value_heads": 3}  # two ranks share out neither one nor the other
 MODELS = {
-    **{kind: (kind, {}) for kind in FAMILIES},
+    **{kind: (kind, {}) for kind, family in FAMILIES.items() if not family.mixers},
     "value of qwen3": ("qwen3", {}),
     "both of qwen3": ("qwen3", {}),
     "qwen3 of three heads of keys": ("qwen3", THREE_KEYS),
@@ -105,10 +105,11 @@ def test_every_token_is_one_ranks_and_has_its_position_and_target(lengths: list[
         ("qwen3", {}, 8, "4 attention heads"),
         ("stablelm", {}, 2, "cannot be packed"),
         ("idefics3", {}, 2, "read images"),
+        ("nemotron_h", {}, 2, "carry a state"),
     ],
 )
 def test_what_cannot_be_shared_is_told(kind: str, options: dict[str, object], ranks: int, reason: str) -> None:
-    assert reason in (why_not_shared(AutoConfig.for_model(kind, **(COMMON | options)), ranks) or "")
+    assert reason in (why_not_shared(config_of(kind, **options), ranks) or "")
 
 
 def test_keys_of_few_heads_are_shared_by_more_ranks() -> None:

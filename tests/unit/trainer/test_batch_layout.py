@@ -19,7 +19,7 @@ from rl_async.trainer.batch_layout import (
     row_cost_of,
     token_imbalance,
 )
-from tests.unit.trainer.test_families import COMMON, SPECIAL
+from tests.support.families import COMMON, SPECIAL
 
 
 def header(i: int, tokens: int) -> TrajectoryHeader:

@@ -16,7 +16,7 @@ from rl_async.trainer.export import SHARDS, WEIGHTS, WHOLE, write_model
 from rl_async.trainer.families import FAMILIES
 from rl_async.trainer.model import MODEL_FOLDER, build_headed
 from rl_async.weight_sync.experts import PUBLISHED
-from tests.unit.trainer.test_families import COMMON, SPECIAL
+from tests.support.families import COMMON, SPECIAL
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.families import FAMILIES, why_padded
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.packing import Tensors, empty_tensors
 from rl_async.weight_sync.experts import single
+from tests.support.families import COMMON, DISTINCT, PADDED, VOCAB, config_of, saved
 from tests.support.rounding import (
     allowance,
     assert_as_close,
@@ -28,81 +28,10 @@ from tests.support.whole_weights import whole_weights
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-VOCAB = 96
-COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.15,  # large, so that attention is far from uniform and caps bite
-}
-EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-TWO_WINDOWS = ["full_attention", "sliding_attention"] * 2
-SPECIAL: dict[str, dict[str, Any]] = {
-    "cohere": {"logit_scale": 0.3},
-    "cohere2": {"logit_scale": 0.3, "sliding_window": 5, "layer_types": TWO_WINDOWS},
-    "deepseek_v3": {
-        "head_dim": 8,
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 24,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 12,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "moe_intermediate_size": 32,
-    },
-    "gemma2": {
-        "sliding_window": 5,
-        "attn_logit_softcapping": 2.0,
-        "final_logit_softcapping": 3.0,
-        "query_pre_attn_scalar": 16,
-    },
-    "gemma3_text": {
-        "sliding_window": 5,
-        "layer_types": TWO_WINDOWS,
-        "final_logit_softcapping": 3.0,
-        "query_pre_attn_scalar": 16,
-    },
-    "glm4": {"attention_bias": True},
-    "granite": {"logits_scaling": 4.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5},
-    "mistral": {"sliding_window": 5},
-    "mixtral": {"sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "phi3": {"sliding_window": 5},
-    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2, "layer_types": TWO_WINDOWS},
-    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 32},
-    "qwen3": {"use_sliding_window": True, "sliding_window": 5, "layer_types": TWO_WINDOWS},
-    "qwen3_moe": EXPERTS,
-}
-# The layers of these families have no feature that another family lacks (scales, caps, windows, layers without
-# positions, partial rotation, biases, experts, latent attention). Where the code does not distinguish families,
-# `make test-slow` tries these, and `make test` the others. A new family belongs to the others.
-ALIKE = {"cohere", "gemma", "gemma3_text", "granite", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen2_moe"}
-DISTINCT = FAMILIES.keys() - ALIKE
 RATE = 1e-3
 EPSILON = 1e-8  # PyTorch's default
 CLEAR = 1e-4  # of gradients whose sign is beyond doubt
 LENGTHS = [23, 2, 9, 9, 14, 23, 5, 1]
-
-
-def saved(kind: str, folder: Path, **options: Any) -> Any:
-    """A random model of this kind, saved, and loaded with Transformers' own attention."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **(COMMON | SPECIAL.get(kind, {}) | options))
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 
 
 def batch() -> Tensors:
@@ -135,7 +64,9 @@ def exactly_by_rows(model: Any, x: Tensors) -> dict[str, Tensor]:
         return by_rows(widened, x)
 
 
-@pytest.mark.parametrize("kind", sorted(FAMILIES))
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in DISTINCT)) for kind in sorted(FAMILIES)]
+)
 def test_packed_rows_equal_rows_alone(kind: str, tmp_path: Path) -> None:
     alone = saved(kind, tmp_path)
     backend, x = Fsdp2Backend(str(tmp_path), "float32", "cpu", None), batch()
@@ -164,18 +95,21 @@ def test_packed_rows_equal_rows_alone(kind: str, tmp_path: Path) -> None:
     ],
 )
 def test_other_models_are_not_packed(kind: str, options: dict[str, Any], reason: str) -> None:
-    config = AutoConfig.for_model(kind, **(COMMON | SPECIAL.get(kind, {}) | options))
+    config = config_of(kind, **options)
     assert reason in (why_padded(config) or "")
 
 
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "deepseek_v4")) for kind in sorted(PADDED)]
+)
 def test_a_model_that_cannot_be_packed_runs_padded_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    alone, x = saved("stablelm", tmp_path), batch()
+    alone, x = saved(kind, tmp_path), batch()
     with caplog.at_level(logging.WARNING, "rl_async.trainer"):
         backend = Fsdp2Backend(str(tmp_path), "float32", "cpu", None)
     assert len(caplog.records) == 1
-    assert "padded" in caplog.text and "stablelm" in caplog.text
+    assert "padded" in caplog.text and kind in caplog.text
     got = backend.forward(x).logprobs
     assert got is not None
     found = got[torch.arange(got.shape[1]) < x.lengths[:, None] - 1]
@@ -183,7 +117,20 @@ def test_a_model_that_cannot_be_packed_runs_padded_and_says_so(
     assert_near(found, exact, allowance(plain, exact, terms=VOCAB))
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama", "gemma", "deepseek_v3", "qwen3_moe"])
+LEARNING = {
+    *("qwen3", "llama", "deepseek_v3", "gpt_oss", "nemotron_h", "qwen3_5_text"),
+    *("bamba", "falcon_h1", "gemma", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "qwen3_5_moe_text"),
+    *("qwen3_moe", "qwen3_next", "olmo_hybrid"),
+}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.slow] * (kind not in ("qwen3", "deepseek_v3", "gpt_oss", "nemotron_h")))
+        for kind in sorted(LEARNING)
+    ],
+)
 def test_a_step_trains_what_a_plain_model_would_learn(kind: str, tmp_path: Path) -> None:
     plain, x = saved(kind, tmp_path / "model"), batch()
     config = TrainerConfig(learning_rate=RATE, minibatches=1, grad_clip=1e6, activation_checkpointing=True)

@@ -152,7 +152,6 @@ def test_pytorchs_kernel_takes_fewer_key_heads_than_query_heads() -> None:
         {"packed_groups": None},
         {"packed_borders": None},
         {"attention_mask": torch.ones(1, 1, 4, 4)},
-        {"s_aux": torch.zeros(2)},
         {"position_bias": torch.zeros(1)},
         {"causal": False},
     ],

@@ -13,7 +13,7 @@ from rl_async.errors import UserError
 from rl_async.model_files import INDEX
 from rl_async.trainer.model import build_headed
 from rl_async.trainer.pretrained import ONE_FILE
-from tests.unit.trainer.test_families import saved
+from tests.support.families import saved
 
 NORM = "model.layers.1.input_layernorm.weight"
 EXPERT = "model.layers.2.mlp.experts.1.up_proj.weight"

@@ -21,8 +21,8 @@ from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.model import Head
 from rl_async.trainer.packing import Tensors, empty_tensors
 from tests.support.batches import bent_means
+from tests.support.families import COMMON
 from tests.support.rounding import excess, in_float64, pass_rounding, to_float64
-from tests.unit.trainer.test_families import COMMON
 
 LENGTHS = [23, 2, 9, 9, 14, 23, 5, 1, 3]  # 89 tokens: cut within the second of 23, and filled up by one
 HEADS: dict[str, tuple[Head, frozenset[OutputName]]] = {
