@@ -17,7 +17,7 @@ from rl_async.launcher.plan.machine import check_engine_python, has_megatron
 from rl_async.launcher.plan.memory import engine_bytes, model_size, trainer_bytes
 from rl_async.launcher.sources import SOURCE_FILE
 from rl_async.model_files import read_header, read_object
-from rl_async.pictures import FAMILIES, PictureProcessor
+from rl_async.pictures import PictureProcessor
 
 Facts = Iterator[tuple[str, str]]
 
@@ -37,7 +37,7 @@ def describe(folder: Path, config: RunConfig) -> list[str]:
         *_weights(folder, hf),
         *_images(folder),
         *_chat(folder),
-        *_trainers(hf),
+        *_trainers(folder, hf),
         *_engines(hf, config),
         *_memory(config),
     ]
@@ -97,14 +97,23 @@ def _chat(folder: Path) -> Facts:
     yield "vocabulary", f"{len(tokenizer):,} tokens"
 
 
-def _trainers(hf: Any) -> Facts:
-    from rl_async.trainer.families import reads_images, why_padded, why_unsupported
+def _trainers(folder: Path, hf: Any) -> Facts:
+    """Build the model as the trainer does, but on PyTorch's meta device, whose tensors take no memory."""
+    import torch
 
-    padded = why_padded(hf)
-    answer = "yes, rows packed" if padded is None else f"yes, rows padded: {padded}"
-    if reads_images(hf) and hf.model_type not in FAMILIES:
-        answer = f"no: the vision tower of {hf.model_type} is not one of {', '.join(FAMILIES)}"
-    yield "trainer fsdp2", answer
+    from rl_async.trainer.families import why_not_shared, why_padded, why_unsupported
+    from rl_async.trainer.model import build_bare
+
+    try:
+        with torch.device("meta"):
+            built = build_bare(folder).config
+    except UserError as error:
+        yield "trainer fsdp2", f"no: {str(error).partition(chr(10))[0]}"
+    else:
+        padded, apart = why_padded(built), why_not_shared(built, 1)
+        yield "trainer fsdp2", "yes, rows packed" if padded is None else f"yes, rows padded: {padded}"
+        if padded is None and apart is not None:
+            yield "  sharing", f"neither prefixes nor rows (trainer.sequence_parallel) are shared: {apart}"
     problem = why_unsupported(hf)
     install = "" if has_megatron() else "; it is not installed here: pip install 'rl-async[megatron]'"
     yield "trainer megatron", f"{'yes' if problem is None else f'no: the model {problem}'}{install}"

@@ -39,7 +39,7 @@ from rl_async.trainer.model import MODEL_FOLDER, Head, build_headed, replay_rout
 from rl_async.trainer.packing import Tensors
 from rl_async.trainer.ranks import adjacent_and_strided
 from rl_async.weight_sync.buckets import dtype_name
-from rl_async.weight_sync.experts import single_layout, single_shards
+from rl_async.weight_sync.experts import STACKED_FOR_ENGINES, single_layout, single_shards
 from rl_async.weight_sync.layout import Layout, TensorSpec, fsdp2
 from rl_async.weight_sync.reshard import ShardedWeights, one_box_each
 
@@ -165,6 +165,8 @@ class Fsdp2Backend:
         else:
             local = {name: _shard(parameter) for name, parameter in without_adapters(self.model.lm)}
         shards = one_box_each(self._layout, dist.get_rank(), local)
+        if self.hf_config.model_type in STACKED_FOR_ENGINES:
+            return ShardedWeights(self._layout, shards)
         return ShardedWeights(self._published_layout, single_shards(self._layout, shards))
 
     @functools.cached_property

@@ -218,6 +218,31 @@ class Headed(torch.nn.Module):
         return self.value_head(hidden).float()
 
 
+def build_bare(folder: Path, head: Head = "policy") -> Any:
+    """Build the language model of a Hugging Face folder's config, without its weights: no parameter has memory.
+
+    A model that can be packed attends as ``attention.py`` does, others as Transformers chooses: PyTorch's fused
+    attention if it can use that, else its own. Raises UserError if the trainer cannot use the model.
+    """
+    key, what = ("critic.path", "decoder") if head == "value" else ("model.path", "causal LM")
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        whole: Any = AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
+        kind: Any = AutoModel if head == "value" else whole
+        lm = skeleton(kind, config)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{key}: cannot load a {what} from {folder}: {error}") from error
+    decoder = lm.base_model.get_decoder() if reads_images(lm.config) else lm.base_model
+    if not hasattr(decoder, "layers") or (head != "value" and not hasattr(lm, "lm_head")):
+        raise UserError(
+            f"{key}: {type(lm).__name__} of {folder} has no list of decoder layers (layers) or no output layer "
+            "(lm_head) of its own, which the trainer shards; use a text model"
+        )
+    if why_padded(lm.config) is None:
+        lm.set_attn_implementation({"text_config": NAME} if reads_images(lm.config) else NAME)
+    return lm
+
+
 def build_headed(
     path: str,
     head: Head,
@@ -236,16 +261,10 @@ def build_headed(
     saved = Path(path) / MODEL_FOLDER
     folder = saved if saved.is_dir() else Path(path)
     pictures = PictureProcessor.load(str(folder))
-    whole: Any = AutoModelForCausalLM if pictures is None else AutoModelForImageTextToText
-    kind: Any = AutoModel if head == "value" else whole
-    key, what = ("critic.path", "decoder") if head == "value" else ("model.path", "causal LM")
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        if sharing is not None and (reason := why_not_shared(config, sharing.size)):
-            raise UserError(f"trainer.sequence_parallel={sharing.size} does not go with {key}={path}: {reason}")
-        lm = skeleton(kind, config, attention_implementation(config))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{key}: cannot load a {what} from {path}: {error}") from error
+    key = "critic.path" if head == "value" else "model.path"
+    lm = build_bare(folder, head)
+    if sharing is not None and (reason := why_not_shared(lm.config, sharing.size)):
+        raise UserError(f"trainer.sequence_parallel={sharing.size} does not go with {key}={path}: {reason}")
     pretrained = Pretrained(lm, StoredWeights(folder, key))
     if options.kernels == "liger":
         apply_liger(lm, device)
@@ -447,15 +466,6 @@ def _add_product(total: Tensor, dz: Tensor, hidden: Tensor) -> None:
 
 
 # --- Kernels
-
-
-def attention_implementation(config: Any) -> str | dict[str, str | None] | None:
-    """The attention implementation of Transformers to load a model with, from its Hugging Face config.
-
-    None leaves the choice to Transformers: PyTorch's fused attention if the model can use it, else its own.
-    """
-    decoder = NAME if why_padded(config) is None else None
-    return {"text_config": decoder, "vision_config": "sdpa"} if reads_images(config) else decoder
 
 
 def why_prefixes_apart(config: Any, device: str, options: TrainerConfig) -> str | None:

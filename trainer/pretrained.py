@@ -21,6 +21,7 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from rl_async.errors import UserError
 from rl_async.model_files import INDEX, indexed_files
@@ -48,8 +49,13 @@ ONE_FILE = "model.safetensors"
 NAMED = 3
 
 
+# An MXFP4 tensor is two in a file: pairs of 4-bit numbers, [experts, rows, groups, GROUP / 2], and a power of two for
+# each group, [experts, rows, groups] (OCP Microscaling Formats, version 1.0). The model's is their product, transposed.
+BLOCKS, SCALES, GROUP = "_blocks", "_scales", 32
+
+
 class StoredWeights:
-    """The tensors of a Hugging Face folder's safetensors files.
+    """The tensors of a Hugging Face folder's safetensors files, those of MXFP4 in float32.
 
     No file stays open: the pages of a mapped file count as this process's memory. ``key`` is the config's, for errors.
     Raises UserError if the files are missing.
@@ -67,6 +73,11 @@ class StoredWeights:
                         self._files[name] = path
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{key}: cannot read {path}: {error}") from error
+        for whole in [name.removesuffix(SCALES) for name in self.shapes if name.endswith(SCALES)]:
+            if whole + BLOCKS in self.shapes:
+                experts, rows, groups = self.shapes.pop(whole + SCALES)
+                del self.shapes[whole + BLOCKS]
+                self.shapes[whole] = (experts, groups * GROUP, rows)
 
     @property
     def files(self) -> list[Path]:
@@ -78,6 +89,9 @@ class StoredWeights:
 
         Raises UserError for an unknown name.
         """
+        if name + BLOCKS in self._files:
+            blocks, scales = (read_part(self._files[name + k], name + k, part[:1]) for k in (BLOCKS, SCALES))
+            return convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)[(slice(None), *part[1:])]
         if name not in self._files:
             raise UserError(f"{self.key}: the weights in {self.folder} have no tensor {name}")
         return read_part(self._files[name], name, part)
@@ -97,14 +111,14 @@ class StoredWeights:
             raise UserError(f"{self.key}: {error}") from error
 
 
-def skeleton(kind: Any, config: Any, attention: str | dict[str, str | None] | None) -> Any:
+def skeleton(kind: Any, config: Any) -> Any:
     """Build a float32 model in evaluation mode whose parameters have no memory; its buffers are computed as ever.
 
-    ``kind`` is an auto class of Transformers, and ``attention`` the implementation to use, or one for each part.
-    Raises ValueError if Transformers has no such model for the config.
+    ``kind`` is an auto class of Transformers, which chooses the implementation of attention. Raises ValueError if
+    Transformers has no such model for the config.
     """
     with _without_memory():
-        model = kind.from_config(config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False)
+        model = kind.from_config(config, dtype=torch.float32, trust_remote_code=False)
     return model.eval()
 
 
@@ -167,7 +181,11 @@ class Pretrained:
 
     def __init__(self, model: Any, stored: StoredWeights) -> None:
         self._model, self._stored = model, stored
-        if getattr(model.config, "quantization_config", None):
+        quantization = getattr(model.config, "quantization_config", None)
+        if quantization and quantization["quant_method"] == "mxfp4":
+            # What is trained, published and saved is not quantized any more.
+            del model.config.quantization_config
+        elif quantization:
             raise UserError(
                 f"{stored.key}: {stored.folder} is quantized (quantization_config of its config.json), which "
                 "cannot be trained; use the same model in bfloat16 or float32"

@@ -16,12 +16,25 @@ from rl_async.weight_sync.layout import Box, Layout, Shard, TensorSpec
 
 STACKED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj$")
 # For each model_type, the parts of our names that its published files replace, and their own.
+NUMBERED = {".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
 PUBLISHED: Mapping[str, Mapping[str, str]] = {
+    "deepseek_v2": {},
     "deepseek_v3": {},
-    "mixtral": {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."},
+    "dots1": {},
+    "ernie4_5_moe": {".mlp.gate.moe_statics.": ".mlp.moe_statics."},
+    "glm4_moe": {},
+    "hunyuan_v1_moe": {},
+    "lfm2_moe": NUMBERED,
+    "minimax_m2": {".mlp.": ".block_sparse_moe."} | NUMBERED,
+    "mixtral": {".mlp.": ".block_sparse_moe."} | NUMBERED,
+    "olmoe": {},
     "qwen2_moe": {},
+    "qwen3_5_moe_text": {},
     "qwen3_moe": {},
+    "qwen3_next": {},
 }
+# The experts of these travel stacked, too: their engines know no others, since gate and up alternate in a matrix.
+STACKED_FOR_ENGINES = ("gpt_oss",)
 
 
 class ExpertPart(NamedTuple):

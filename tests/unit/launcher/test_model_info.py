@@ -12,7 +12,9 @@ from rl_async.launcher.cli.__main__ import main
 from rl_async.launcher.model_info import describe
 from rl_async.launcher.plan.memory import engine_bytes, model_size
 from rl_async.launcher.sources import SOURCE_FILE, import_model
+from rl_async.trainer.model import build_headed
 from tests.support.configs import float32_config
+from tests.support.families import config_of
 from tests.support.vision_models import save_vision_model
 
 
@@ -46,6 +48,29 @@ def test_images_are_read_by_models_with_a_tower_of_a_known_family(tmp_path: Path
     config.write_text(config.read_text().replace('"model_type": "gemma3"', '"model_type": "paligemma"'))
     found = facts(tmp_path / "gemma3")
     assert "paligemma" in found["images"] and found["trainer fsdp2"].startswith("no: ")
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "shares"),
+    [
+        ("gpt_oss", "yes, rows packed", True),
+        ("nemotron_h", "yes, rows packed", False),
+        ("deepseek_v4", "yes, rows padded: models of type deepseek_v4", True),
+        ("gpt2", "no: model.path: GPT2LMHeadModel", True),
+    ],
+)
+def test_the_model_is_built_to_say_what_trains_it(
+    kind: str, said: str, shares: bool, model_folder: Path, tmp_path: Path
+) -> None:
+    config_of(kind).save_pretrained(tmp_path)
+    PreTrainedTokenizerFast.from_pretrained(model_folder).save_pretrained(tmp_path)
+    found = facts(tmp_path)
+    assert found["trainer fsdp2"].startswith(said)
+    assert ("sharing" not in found) == shares
+    try:
+        build_headed(str(tmp_path), "policy")
+    except UserError as error:
+        assert ("lm_head" in str(error)) == said.startswith("no"), "of the others only the weights are missing"
 
 
 def test_memory_is_the_dry_runs_estimate(model_folder: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rl_async.errors import UserError
 from rl_async.model_files import INDEX
+from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.model import build_headed
 from rl_async.trainer.pretrained import ONE_FILE
 from tests.support.families import saved
@@ -66,6 +67,32 @@ def test_a_quantized_model_is_refused(tmp_path: Path) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantized}))
     with pytest.raises(UserError, match=r"model\.path.*quantization_config"):
         build_headed(str(tmp_path), "policy")
+
+
+def test_experts_in_4_bits_are_read_as_the_format_says_and_trained_in_more(tmp_path: Path, one_rank: None) -> None:
+    """MXFP4: a sign, two bits of exponent and one of mantissa, times a power of two for every 32 numbers of a row."""
+    saved("gpt_oss", tmp_path)
+    file, draw = tmp_path / "config.json", torch.Generator().manual_seed(3)
+    quantized = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantized}))
+    tensors, expected = load_file(tmp_path / ONE_FILE), dict[str, Tensor]()
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    values = torch.cat([magnitudes, -magnitudes])
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        codes = torch.randint(16, (experts, rows, columns), generator=draw)
+        scales = torch.randint(120, 128, (experts, rows, columns // 32), generator=draw)
+        exact = values[codes] * torch.exp2(scales - 127.0).repeat_interleave(32, -1)
+        expected[name] = exact.transpose(1, 2)
+        low, high = codes[..., ::2], codes[..., 1::2]
+        tensors[name + "_blocks"] = (low | high << 4).to(torch.uint8).unflatten(-1, (-1, 16))
+        tensors[name + "_scales"] = scales.to(torch.uint8)
+    save_file(tensors, tmp_path / ONE_FILE, {"format": "pt"})
+    backend = Fsdp2Backend(str(tmp_path), "float32", "cpu", None)
+    found = dict(backend.model.lm.named_parameters())
+    for name, exact in expected.items():
+        assert found[name].full_tensor().equal(exact), name
+    assert not hasattr(backend.hf_config, "quantization_config"), "a saved model is not quantized"
 
 
 @pytest.mark.parametrize("index", ["{", '{"weight_map": {"x": "gone.safetensors"}}'])
