@@ -81,6 +81,29 @@ def indexed_files(index: Path) -> list[str]:
     return sorted(names)
 
 
+# Transformers' classes of the modules that carry a state from token to token (state-space layers, linear attention,
+# convolutions), by model type. They are called as ``module(hidden, cache=..., attention_mask=...)``.
+MIXERS = {
+    "bamba": "BambaMixer",
+    "falcon_h1": "FalconH1Mixer",
+    "granitemoehybrid": "GraniteMoeHybridMambaLayer",
+    "kimi_linear": "KimiLinearDeltaAttention",
+    "lfm2": "Lfm2ShortConv",
+    "lfm2_moe": "Lfm2MoeShortConv",
+    "nemotron_h": "NemotronHMamba2Mixer",
+    "olmo_hybrid": "OlmoHybridGatedDeltaNet",
+    "qwen3_5_moe_text": "Qwen3_5MoeGatedDeltaNet",
+    "qwen3_5_text": "Qwen3_5GatedDeltaNet",
+    "qwen3_next": "Qwen3NextGatedDeltaNet",
+}
+
+
+def mixers_of(model: Any) -> list[Any]:
+    """List the modules of a Hugging Face model that carry a state from token to token."""
+    kind = MIXERS.get(model.config.model_type)
+    return [module for module in model.modules() if type(module).__name__ == kind]
+
+
 def experts_of(config: Any) -> int:
     """Return the number of experts in a layer of a model with this Hugging Face config; 0 for a dense one."""
     names = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")

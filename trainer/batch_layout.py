@@ -45,7 +45,7 @@ def row_cost_of(config: Any, *, padded: bool = False, shares_prefixes: bool = Fa
     latent = getattr(config, "kv_lora_rank", None) is not None
     costs = [_latent_attention(layer) if latent else _attention(layer) for layer in each]
     dense, sparse = _mlp_layers(config)
-    weights = sum(attention for attention, _ in costs) + dense * 3 * hidden * config.intermediate_size
+    weights = sum(attention for attention, _ in costs) + dense * 3 * hidden * getattr(config, "intermediate_size", 0)
     weights += sparse * _expert_weights(config) + hidden * config.vocab_size
     return RowCost(
         linear=2 * weights,

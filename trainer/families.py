@@ -1,13 +1,15 @@
 """Model types whose rows can be packed, and those that the Megatron backend trains. Imports neither torch nor Megatron.
 
 Other types run padded. A type may be added to ``FAMILIES`` if its layers mix tokens only by causal attention, through
-Transformers' attention interface, or by the modules that it names as ``mixers``, and its logits are
+Transformers' attention interface, or by modules of ``model_files.MIXERS`` (``mixers.py``), and its logits are
 ``lm_head(hidden)``, scaled and capped as declared here; a test compares each with one row at a time.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from rl_async.model_files import MIXERS
 
 LAYERS = frozenset({"full_attention", "sliding_attention"})
 # These turn all rows of a batch by angles that the longest row decides, so packing would change results.
@@ -28,14 +30,10 @@ class Family:
 
     Attributes:
         logits: How a model with this Hugging Face config makes its logits.
-        mixers: Transformers' classes of the modules that carry a state from token to token (state-space layers, linear
-            attention, convolutions), called as ``module(hidden, cache=..., attention_mask=...)``. ``mixers.py`` resets
-            their state where a row ends.
         layers: The kinds of layers, as ``layer_types`` of the config names them.
     """
 
     logits: Callable[[Any], LogitForm] = lambda _: LogitForm()
-    mixers: tuple[str, ...] = ()
     layers: frozenset[str] = LAYERS
 
 
@@ -56,7 +54,7 @@ LINEAR = LAYERS | {"linear_attention"}
 FAMILIES: dict[str, Family] = {
     "apertus": PLAIN,
     "arcee": PLAIN,
-    "bamba": Family(mixers=("BambaMixer",), layers=LINEAR),
+    "bamba": Family(layers=LINEAR),
     "cohere": Family(_multiplied),
     "cohere2": Family(_multiplied),
     "deepseek_v2": PLAIN,
@@ -65,9 +63,7 @@ FAMILIES: dict[str, Family] = {
     "ernie4_5": PLAIN,
     "ernie4_5_moe": PLAIN,
     "exaone4": PLAIN,
-    "falcon_h1": Family(
-        lambda config: LogitForm(scale=config.lm_head_multiplier), ("FalconH1Mixer",), LAYERS | {"hybrid"}
-    ),
+    "falcon_h1": Family(lambda config: LogitForm(scale=config.lm_head_multiplier), LAYERS | {"hybrid"}),
     "gemma": PLAIN,
     "gemma2": Family(_capped),
     "gemma3_text": Family(_capped),
@@ -78,31 +74,31 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": PLAIN,
     "granite": Family(_scaled),
     "granitemoe": Family(_scaled),
-    "granitemoehybrid": Family(_scaled, ("GraniteMoeHybridMambaLayer",), LINEAR),
+    "granitemoehybrid": Family(_scaled, LINEAR),
     "helium": PLAIN,
     "hunyuan_v1_dense": PLAIN,
     "hunyuan_v1_moe": PLAIN,
-    "kimi_linear": Family(mixers=("KimiLinearDeltaAttention",), layers=LINEAR),
-    "lfm2": Family(mixers=("Lfm2ShortConv",), layers=LAYERS | {"conv"}),
-    "lfm2_moe": Family(mixers=("Lfm2MoeShortConv",), layers=LAYERS | {"conv"}),
+    "kimi_linear": Family(layers=LINEAR),
+    "lfm2": Family(layers=LAYERS | {"conv"}),
+    "lfm2_moe": Family(layers=LAYERS | {"conv"}),
     "llama": PLAIN,
     "minimax_m2": PLAIN,
     "ministral": PLAIN,
     "mistral": PLAIN,
     "mixtral": PLAIN,
-    "nemotron_h": Family(mixers=("NemotronHMamba2Mixer",), layers=LINEAR | {"mlp", "moe"}),
+    "nemotron_h": Family(layers=LINEAR | {"mlp", "moe"}),
     "olmo2": PLAIN,
     "olmo3": PLAIN,
-    "olmo_hybrid": Family(mixers=("OlmoHybridGatedDeltaNet",), layers=LINEAR),
+    "olmo_hybrid": Family(layers=LINEAR),
     "olmoe": PLAIN,
     "phi3": PLAIN,
     "qwen2": PLAIN,
     "qwen2_moe": PLAIN,
     "qwen3": PLAIN,
-    "qwen3_5_moe_text": Family(mixers=("Qwen3_5MoeGatedDeltaNet",), layers=LINEAR),
-    "qwen3_5_text": Family(mixers=("Qwen3_5GatedDeltaNet",), layers=LINEAR),
+    "qwen3_5_moe_text": Family(layers=LINEAR),
+    "qwen3_5_text": Family(layers=LINEAR),
     "qwen3_moe": PLAIN,
-    "qwen3_next": Family(mixers=("Qwen3NextGatedDeltaNet",), layers=LINEAR),
+    "qwen3_next": Family(layers=LINEAR),
     "seed_oss": PLAIN,
     "smollm3": PLAIN,
 }
@@ -167,8 +163,8 @@ def why_not_shared(config: Any, size: int) -> str | None:
 
 def carried(config: Any) -> str | None:
     """What a model that can be packed carries from token to token besides keys and values, in words, or None."""
-    mixers = family_of(config).mixers
-    return f"its layers ({', '.join(mixers)}) carry a state from token to token" if mixers else None
+    mixer = MIXERS.get(text_of(config).model_type)
+    return None if mixer is None else f"its layers ({mixer}) carry a state from token to token"
 
 
 def logit_form(config: Any) -> LogitForm:

@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged, UserError
+from rl_async.model_files import mixers_of
 from rl_async.torch_shared import to_host
 from rl_async.trainer.attention import NAME, join_groups, packed_attention
 from rl_async.trainer.backend import LossFn, OutputName, Outputs, Published, learning_rate_factor
@@ -35,7 +36,7 @@ from rl_async.trainer.export import (
 )
 from rl_async.trainer.families import text_of
 from rl_async.trainer.lora import adapters, attach, base_alone, draw, merged, without_adapters
-from rl_async.trainer.model import MODEL_FOLDER, Head, build_headed, replay_routers
+from rl_async.trainer.model import MODEL_FOLDER, Head, Headed, build_headed, replay_routers
 from rl_async.trainer.packing import Tensors
 from rl_async.trainer.ranks import adjacent_and_strided
 from rl_async.weight_sync.buckets import dtype_name
@@ -84,7 +85,7 @@ class Fsdp2Backend:
             text_of(self.hf_config), padded=not model.packs, shares_prefixes=model.shares_prefixes
         )
         self._offloads = options.cpu_offload
-        prepare(model.decoder.layers, model.tower_layers(), options)
+        prepare(model, options)
         self._replicas = options.replicas
         mesh = mesh_of(device, dist.get_world_size(), options.replicas, options.collective_timeout_s)
         self.model = shard(model, mesh, self.dtype, self._offloads)
@@ -316,20 +317,22 @@ def mesh_of(device: str, ranks: int, replicas: int, timeout_s: float) -> DeviceM
     return DeviceMesh.from_group([same_shard, sharing], kind, mesh=rows, mesh_dim_names=("replicate", "shard"))
 
 
-def prepare(layers: torch.nn.ModuleList, tower: Sequence[torch.nn.Module], config: TrainerConfig) -> None:
-    """Apply compilation and activation checkpointing to layers, before sharding puts FSDP's hooks around them.
+def prepare(model: Headed, config: TrainerConfig) -> None:
+    """Apply compilation and activation checkpointing to a model's layers, before FSDP puts its hooks around them.
 
-    Layers of a vision ``tower`` are not compiled, since the sizes of images differ.
+    Layers of a vision tower are not compiled, since the sizes of images differ.
 
     Modules keep their names and class, so checkpoints and exports do not change.
     """
     if config.compile:
-        # The grouping of packed attention differs in every micro-batch, and each would be compiled anew.
+        # The grouping of packed rows differs in every micro-batch, and each would be compiled anew.
         AttentionInterface.register(NAME, torch.compiler.disable(packed_attention))
-        for layer in layers:
+        for mixer in mixers_of(model.lm):
+            mixer.forward = torch.compiler.disable(mixer.forward)
+        for layer in model.decoder.layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
     if config.activation_checkpointing:
-        for layer in (*layers, *tower):
+        for layer in (*model.decoder.layers, *model.tower_layers()):
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 

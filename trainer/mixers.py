@@ -6,21 +6,21 @@ length] of the row: one call of the layer serves each such group, as one of atte
 with an empty state. That is so on every device; kernels that know borders need packages that Transformers finds itself.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from rl_async.model_files import mixers_of
 from rl_async.trainer.attention import Groups
 
 
-def keep_rows_apart(lm: nn.Module, classes: Collection[str]) -> None:
-    """Let the modules of these classes read the sequences of a packed row one group of equal length after another."""
-    for module in lm.modules():
-        if type(module).__name__ in classes:
-            module.forward = partial(_by_groups, module.forward)  # type: ignore[method-assign]
+def keep_rows_apart(lm: Any) -> None:
+    """Let the modules that ``MIXERS`` names read the sequences of a packed row, a group of equal length at a time."""
+    for mixer in mixers_of(lm):
+        mixer.forward = partial(_by_groups, mixer.forward)
 
 
 def _by_groups(

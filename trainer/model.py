@@ -38,7 +38,6 @@ from rl_async.trainer.backend import OutputName, Outputs, policy_outputs
 from rl_async.trainer.families import (
     LogitForm,
     carried,
-    family_of,
     logit_form,
     reads_images,
     text_of,
@@ -98,7 +97,7 @@ class Headed(torch.nn.Module):
         self.has_logits = head != "value"
         self.packs = why_padded(lm.config) is None
         if self.packs:
-            keep_rows_apart(lm, family_of(lm.config).mixers)
+            keep_rows_apart(lm)
         self.sharing = sharing
         self.shares_prefixes = shares_prefixes
         self.replay: RouterReplay | None = None

@@ -27,6 +27,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from rl_async.errors import UserError
 from rl_async.model_files import experts_of
+from rl_async.rollout_server.embedded.states import SlotStates
 
 
 class RouteRecorder:
@@ -160,6 +161,9 @@ class SlotCache(Cache):
         self.slots = self.length = 0
         self.slot_numbers = torch.arange(max_slots, device=device)
         self.first = self.view = 0
+        # The lengths of the prompts of a pass over whole ones.
+        self.lengths: list[int] = []
+        self.states: dict[int, SlotStates] = {}
         self.positions: Tensor | None = None
         # The rows and columns of real tokens in a padded pass.
         self.picked: tuple[Tensor, Tensor] | None = None
@@ -188,6 +192,8 @@ class SlotCache(Cache):
             self.slots, self.length = self._size(slots, length)
             for layer in self._slot_layers:
                 layer.resize(used, width)
+            for states in self.states.values():
+                states.resize(self.slots, used)
             if self._routes is not None:
                 self._routes.resize(used, width)
 
@@ -202,9 +208,9 @@ class SlotCache(Cache):
     def _ample(self, slots: int, length: int) -> tuple[int, int]:
         return min(self.max_slots, max(16, _doubled(slots))), min(self.max_length, max(64, _doubled(length)))
 
-    def prefill_at(self, first: int) -> None:
-        """Have the next pass write row i of its batch into slot ``first + i``, from position 0."""
-        self.first, self.positions, self.picked = first, None, None
+    def prefill_at(self, first: int, lengths: list[int]) -> None:
+        """Have the next pass write row i of its batch, of this length, into slot ``first + i``, from position 0."""
+        self.first, self.lengths, self.positions, self.picked = first, lengths, None, None
 
     def extend_at(self, first: int, rows: Tensor, columns: Tensor, positions: Tensor, view: int) -> None:
         """Have the next pass write token (rows[j], columns[j]) of its batch into slot ``first + rows[j]`` at
@@ -220,7 +226,10 @@ class SlotCache(Cache):
         if source:
             a, b = torch.tensor(source, device=self.device), torch.tensor(target, device=self.device)
             for layer in self._slot_layers:
-                layer.move(a, b, width)
+                if layer.is_initialized:
+                    layer.move(a, b, width)
+            for states in self.states.values():
+                states.move(a, b)
             if self._routes is not None:
                 self._routes.experts[b, :width] = self._routes.experts[a, :width]
 
@@ -252,8 +261,9 @@ class SlotCache(Cache):
             layer.values[slot, :, : data.shape[3]] = part[1]
 
     def nbytes(self) -> int:
-        """Return the bytes allocated for keys and values of all layers, and for experts."""
+        """Return the bytes allocated for keys and values and states of all layers, and for experts."""
         held = sum(layer.keys.nbytes + layer.values.nbytes for layer in self._slot_layers if layer.is_initialized)
+        held += sum(states.nbytes for states in self.states.values())
         return held + (0 if self._routes is None else self._routes.experts.nbytes)
 
 

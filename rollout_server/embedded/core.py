@@ -29,7 +29,7 @@ from transformers.masking_utils import sdpa_mask
 from rl_async import tracing
 from rl_async.errors import UserError
 from rl_async.messages import Sampling
-from rl_async.model_files import experts_of
+from rl_async.model_files import experts_of, mixers_of
 from rl_async.pictures import PictureProcessor
 from rl_async.rollout_server.api import FinishReason
 from rl_async.rollout_server.embedded.cache import (
@@ -43,6 +43,7 @@ from rl_async.rollout_server.embedded.cache import (
     joined,
 )
 from rl_async.rollout_server.embedded.sampler import Matcher, Sampler, restrict
+from rl_async.rollout_server.embedded.states import keep_states
 from rl_async.rollout_server.embedded.vision import BIDIRECTIONAL, SERVED_WITH_IMAGES, PlacedImage, VisionInputs
 from rl_async.torch_shared import output_logits, widened, windowed
 from rl_async.tracing import Value
@@ -210,8 +211,11 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 # The log-probabilities of these models are the log-softmax of lm_head(model(...)); a test compares each of them with a
 # plain forward pass.
-SERVED = ("gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3")
-LAYERS = {FULL := "full_attention", SLIDING := "sliding_attention"}
+SERVED = (
+    *("arcee", "exaone4", "gemma3_text", "lfm2", "llama", "ministral", "mistral", "olmo2", "olmo3", "phi3", "qwen2"),
+    *("qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3"),
+)
+LAYERS = {FULL := "full_attention", SLIDING := "sliding_attention", "linear_attention", "conv"}
 # Other rotary embeddings depend on the longest sequence of the batch.
 ROPES = ("default", "linear", "llama3", "yarn")
 
@@ -252,7 +256,9 @@ def visible(
         mine = images.gather(1, positions.clamp(max=width - 1).expand(len(images), -1))[:, None, :, None]
         both = causal | ((mine == images[:, None, None]) & (mine >= 0))
         return {FULL: both, SLIDING: both & (sees > at - config.sliding_window)}
-    kinds, window = set(getattr(config, "layer_types", None) or ()), getattr(config, "sliding_window", None)
+    # Layers with a state have no mask.
+    kinds = set(getattr(config, "layer_types", None) or ()) & {FULL, SLIDING}
+    window = getattr(config, "sliding_window", None)
     if window is None or (kinds and SLIDING not in kinds):
         return sees <= at
     if not kinds:
@@ -353,7 +359,9 @@ class EngineCore:
         self._generators: dict[Sequence, torch.Generator] = {}
         self._sampler: Sampler | None = None
         self._last: Tensor = torch.zeros(0, dtype=torch.int64)
-        self._reuse_prefixes = reuse_prefixes
+        # Of a state only the last is kept, not that of each block of tokens.
+        self._reuse_prefixes = reuse_prefixes and not mixers_of(model)
+        keep_states(model)
         # Whether the weights changed since running sequences were computed.
         self._outdated = False
         self._new_cache()
@@ -509,7 +517,7 @@ class EngineCore:
         prompts = [sequence.tokens for sequence in batch]
         width = max(map(len, prompts))
         padded = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts], device=self.device)
-        self._cache.prefill_at(first)
+        self._cache.prefill_at(first, list(map(len, prompts)))
         positions = torch.arange(width, device=self.device)[None]
         images = self._images_in_full(batch, width)
         mask = visible_in_prompts(self._config) if images is None else visible(self._config, positions, width, images)
@@ -700,7 +708,7 @@ def _threads(config: Any, rows: int, device: torch.device) -> Iterator[None]:
     Threads that first compute meanwhile inherit this count, and must set their own.
     """
     threads = torch.get_num_threads()
-    few = device.type == "cpu" and rows * config.hidden_size * config.intermediate_size <= ONE_THREAD
+    few = device.type == "cpu" and rows * config.hidden_size * getattr(config, "intermediate_size", 0) <= ONE_THREAD
     if few:
         torch.set_num_threads(1)
     try:

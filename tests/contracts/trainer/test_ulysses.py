@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from rl_async.model_files import MIXERS
 from rl_async.trainer.families import FAMILIES, why_not_shared
 from rl_async.trainer.packing import pack
 from tests.contracts.trainer.test_training import LAYERS, TERMS, train
@@ -25,7 +26,7 @@ from tests.unit.trainer.test_packing import padded
 
 THREE_KEYS = {"num_attention_heads": 6, "num_key_value_heads": 3}  # two ranks share out neither one nor the other
 MODELS = {
-    **{kind: (kind, {}) for kind, family in FAMILIES.items() if not family.mixers},
+    **{kind: (kind, {}) for kind in FAMILIES if kind not in MIXERS},
     "value of qwen3": ("qwen3", {}),
     "both of qwen3": ("qwen3", {}),
     "qwen3 of three heads of keys": ("qwen3", THREE_KEYS),

@@ -20,7 +20,7 @@ from rl_async.weight_sync.experts import single
 from tests.support.rounding import allowance, assert_near, in_float64, to_float64
 from tests.support.tiny_models import sparse_model
 from tests.support.weights import make_buckets
-from tests.unit.rollout_server.embedded.test_families import KINDS, peaked
+from tests.unit.rollout_server.embedded.test_families import PARAMETERS, peaked
 
 STEP = {"int8": 0.5 / 127, "fp8": 2**-4}  # half a step of the format: of a row's largest weight, or of the weight
 
@@ -30,7 +30,7 @@ def dequantized(dense: Any, quantization: str) -> Any:
     dense = copy.deepcopy(dense)
     with torch.no_grad():
         for name, weight in dense.model.layers.named_parameters():
-            if weight.dim() > 1 and "mlp.gate.weight" not in name:
+            if weight.dim() > 1 and not name.endswith(("mlp.gate.weight", "conv.weight", "conv1d.weight")):
                 numbers, scales = quantize(weight, DTYPES[quantization])
                 weight.copy_(numbers.float() * scales)
     return dense
@@ -120,7 +120,7 @@ def test_rows_of_zeros_stay_and_what_is_not_finite_is_seen(quantization: str) ->
 
 
 @pytest.mark.parametrize("quantization", DTYPES)
-@pytest.mark.parametrize(("kind", "more"), KINDS, ids=[f"{kind}-{n}" for n, (kind, _) in enumerate(KINDS)])
+@pytest.mark.parametrize(("kind", "more"), PARAMETERS)
 def test_every_family_computes_with_the_rounded_weights(kind: str, more: dict[str, Any], quantization: str) -> None:
     model = peaked(kind, more)
     with torch.no_grad():
