@@ -105,6 +105,7 @@ def _trainers(folder: Path, hf: Any) -> Facts:
     from rl_async.trainer.model import build_bare
 
     try:
+        PictureProcessor.load(str(folder))
         with torch.device("meta"):
             built = build_bare(folder).config
     except UserError as error:
