@@ -16,6 +16,7 @@ from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.packing import Tensors, empty_tensors
 from rl_async.weight_sync.experts import STACKED_FOR_ENGINES, single
 from tests.support.families import COMMON, DISTINCT, PADDED, VOCAB, config_of, saved
+from tests.support.model_table import KINDS, PAGE, listed, table
 from tests.support.rounding import (
     allowance,
     assert_as_close,
@@ -118,6 +119,13 @@ def test_a_model_that_cannot_be_packed_runs_padded_and_says_so(
     assert_near(found, exact, allowance(plain, exact, terms=VOCAB))
 
 
+def test_the_page_of_models_says_what_the_code_answers() -> None:
+    lines = listed(PAGE.read_text())
+    vllm = {kind: cells[-1] for kind, *cells in (line.strip("| ").split(" | ") for line in lines[2:])}
+    assert vllm.keys() == set(KINDS), "run tests/support/model_table.py"
+    assert lines == table(vllm)
+
+
 @pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_5_text"])
 def test_weights_travel_under_the_names_of_published_files(kind: str, tmp_path: Path) -> None:
     saved(kind, tmp_path)
@@ -126,18 +134,11 @@ def test_weights_travel_under_the_names_of_published_files(kind: str, tmp_path: 
         assert published.layout.tensors.keys() == set(file.keys())
 
 
-LEARNING = {
-    *("qwen3", "llama", "deepseek_v3", "gpt_oss", "nemotron_h", "qwen3_5_text"),
-    *("bamba", "falcon_h1", "gemma", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "qwen3_5_moe_text"),
-    *("qwen3_moe", "qwen3_next", "olmo_hybrid"),
-}
-
-
 @pytest.mark.parametrize(
     "kind",
     [
         pytest.param(kind, marks=[pytest.mark.slow] * (kind not in ("qwen3", "deepseek_v3", "gpt_oss", "nemotron_h")))
-        for kind in sorted(LEARNING)
+        for kind in KINDS
     ],
 )
 def test_a_step_trains_what_a_plain_model_would_learn(kind: str, tmp_path: Path) -> None:
@@ -146,7 +147,8 @@ def test_a_step_trains_what_a_plain_model_would_learn(kind: str, tmp_path: Path)
     backend = Fsdp2Backend(str(tmp_path / "model"), "float32", "cpu", config)
     count = sum(length - 1 for length in LENGTHS)
     before = whole_weights(backend)
-    loss, norm = backend.step([x], lambda _, outputs: -without(outputs.logprobs).sum() / count)
+    predicted = torch.arange(x.tokens.shape[1] - 1) < x.lengths[:, None] - 1
+    loss, norm = backend.step([x], lambda _, outputs: -without(outputs.logprobs)[predicted].sum() / count)
 
     total = torch.zeros(())
     for row, length in enumerate(LENGTHS):
