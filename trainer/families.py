@@ -101,6 +101,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": Family(layers=LINEAR),
     "seed_oss": PLAIN,
     "smollm3": PLAIN,
+    "starcoder2": PLAIN,
 }
 
 

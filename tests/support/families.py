@@ -113,6 +113,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3_5_text": DELTA_NET,
     "qwen3_moe": EXPERTS,
     "qwen3_next": DELTA_NET | EXPERTS | {"shared_expert_intermediate_size": 32},
+    "starcoder2": {"sliding_window": 5, "hidden_act": "gelu_pytorch_tanh"},
 }
 # Families that train padded.
 PADDED: dict[str, dict[str, Any]] = {
@@ -146,7 +147,7 @@ ALIKE = {
     *("gemma", "gemma3_text", "glm", "glm4_moe", "granite", "granitemoe", "helium", "hunyuan_v1_dense"),
     *("hunyuan_v1_moe", "kimi_linear", "lfm2_moe", "minimax_m2", "ministral", "mistral", "mixtral"),
     *("olmo2", "olmo3", "olmo_hybrid", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3_5_moe_text", "qwen3_next"),
-    "seed_oss",
+    *("seed_oss", "starcoder2"),
 }
 DISTINCT = FAMILIES.keys() - ALIKE
 
