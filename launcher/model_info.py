@@ -33,14 +33,9 @@ def describe(folder: Path, config: RunConfig) -> list[str]:
         hf = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: its config.json cannot be used: {str(error).partition(chr(10))[0]}") from error
-    facts = [
-        *_weights(folder, hf),
-        *_images(folder),
-        *_chat(folder),
-        *_trainers(folder, hf),
-        *_engines(hf, config),
-        *_memory(config),
-    ]
+    built, problem = _built(folder)
+    trainers, engines = _trainers(hf, built, problem), _engines(built or hf, config)
+    facts = [*_weights(folder, hf), *_images(folder), *_chat(folder), *trainers, *engines, *_memory(config)]
     width = max(len(name) for name, _ in facts)
     return [f"{name:<{width}}  {text}" for name, text in facts]
 
@@ -97,27 +92,37 @@ def _chat(folder: Path) -> Facts:
     yield "vocabulary", f"{len(tokenizer):,} tokens"
 
 
-def _trainers(folder: Path, hf: Any) -> Facts:
-    """Build the model as the trainer does, but on PyTorch's meta device, whose tensors take no memory."""
+def _built(folder: Path) -> tuple[Any, str]:
+    """The config of the model that the trainer builds, on PyTorch's meta device, whose tensors take no memory.
+
+    None if it cannot be built; the second result says why.
+    """
     import torch
 
-    from rl_async.trainer.families import why_not_shared, why_padded, why_unsupported
     from rl_async.trainer.model import build_bare
 
     try:
         PictureProcessor.load(str(folder))
         with torch.device("meta"):
-            built = build_bare(folder).config
+            return build_bare(folder).config, ""
     except UserError as error:
-        yield "trainer fsdp2", f"no: {str(error).partition(chr(10))[0]}"
+        return None, str(error).partition("\n")[0]
+
+
+def _trainers(hf: Any, built: Any, problem: str) -> Facts:
+    from rl_async.trainer.families import why_not_shared, why_padded, why_unsupported
+
+    if built is None:
+        yield "trainer fsdp2", f"no: {problem}"
+    elif padded := why_padded(built):
+        yield "trainer fsdp2", f"yes, rows padded: {padded}"
     else:
-        padded, apart = why_padded(built), why_not_shared(built, 1)
-        yield "trainer fsdp2", "yes, rows packed" if padded is None else f"yes, rows padded: {padded}"
-        if padded is None and apart is not None:
+        yield "trainer fsdp2", "yes, rows packed"
+        if apart := why_not_shared(built, 1):
             yield "  sharing", f"neither prefixes nor rows (trainer.sequence_parallel) are shared: {apart}"
-    problem = why_unsupported(hf)
+    unsupported = why_unsupported(hf)
     install = "" if has_megatron() else "; it is not installed here: pip install 'rl-async[megatron]'"
-    yield "trainer megatron", f"{'yes' if problem is None else f'no: the model {problem}'}{install}"
+    yield "trainer megatron", f"{'yes' if unsupported is None else f'no: the model {unsupported}'}{install}"
 
 
 def _engines(hf: Any, config: RunConfig) -> Facts:

@@ -57,6 +57,7 @@ def test_images_are_read_by_models_with_a_tower_of_a_known_family(tmp_path: Path
         ("nemotron_h", "yes, rows packed", False),
         ("deepseek_v4", "yes, rows padded: models of type deepseek_v4", True),
         ("gpt2", "no: model.path: GPT2LMHeadModel", True),
+        ("qwen3_5", "yes, rows packed", False),
     ],
 )
 def test_the_model_is_built_to_say_what_trains_it(
@@ -67,6 +68,7 @@ def test_the_model_is_built_to_say_what_trains_it(
     found = facts(tmp_path)
     assert found["trainer fsdp2"].startswith(said)
     assert ("sharing" not in found) == shares
+    assert (found["engine embedded"] == "yes") == (kind == "qwen3_5")
     try:
         build_headed(str(tmp_path), "policy")
     except UserError as error:
