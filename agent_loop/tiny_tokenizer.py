@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rl_async.agent_loop.chat_formats.format import CALL_END, CALL_START
 from rl_async.errors import DataError
+from rl_async.transfer_queue.images import MARK, canonical, folder_of
 
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 IMAGE_START, IMAGE, IMAGE_END = VISION_MARKS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
@@ -42,8 +44,11 @@ VISION_TEMPLATE = """\
 """ + CHAT_TEMPLATE.replace("message.content", "print(message.content)")
 
 
-def read_demos(path: str | Path) -> list[list[dict[str, str]]]:
-    """Read a file of demonstrations. Raises DataError if it is missing or has no ``messages``."""
+def read_demos(path: str | Path) -> list[list[dict[str, Any]]]:
+    """Read a file of demonstrations, whose messages may have images (``transfer_queue/images.py``).
+
+    Raises DataError if it is missing or has no ``messages``.
+    """
     try:
         rows = pq.read_table(path, columns=["messages"]).column("messages").to_pylist()
     except FileNotFoundError as error:
@@ -55,11 +60,15 @@ def read_demos(path: str | Path) -> list[list[dict[str, str]]]:
     for number, row in enumerate(rows):
         if not row or any(message.get("content") is None or not message.get("role") for message in row):
             raise DataError(f"{path}, row {number}, column messages: needs messages with role and content")
+        try:
+            rows[number] = [canonical(message, folder_of(str(path))) for message in row]
+        except ValueError as error:
+            raise DataError(f"{path}, row {number}, column messages: a message {error}") from error
     return rows
 
 
 def train_tokenizer(
-    conversations: Iterable[Sequence[dict[str, str]]],
+    conversations: Iterable[Sequence[dict[str, Any]]],
     vocab_size: int,
     *,
     model_max_length: int = 4096,
@@ -93,15 +102,15 @@ def train_tokenizer(
     )
 
 
-def _pieces(conversations: Iterable[Sequence[dict[str, str]]]) -> Iterator[str]:
+def _pieces(conversations: Iterable[Sequence[dict[str, Any]]]) -> Iterator[str]:
     """Yield the text between special tokens and roles, so that no learned token spans them."""
-    tags = re.compile("|".join(map(re.escape, _TAGS)))
+    tags = re.compile("|".join(map(re.escape, (*_TAGS, MARK))))
     for conversation in conversations:
         for message in conversation:
             if message["role"] == "tool":
-                yield from ("user\n", f"\n{message['content']}\n")
+                yield from ("user\n", *f"\n{message['content']}\n".split(MARK))
             elif message["role"] == "assistant":
                 yield "assistant\n"
                 yield from filter(None, tags.split(message["content"]))
             else:
-                yield f"{message['role']}\n{message['content']}"
+                yield from f"{message['role']}\n{message['content']}".split(MARK)

@@ -9,14 +9,14 @@ the towers of Transformers keep the borders of each, however many are passed tog
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rl_async.errors import DataError
-from rl_async.messages import Media
+from rl_async.messages import Media, Trajectory
 from rl_async.pictures import Picture, PictureProcessor
 from rl_async.trainer.families import BIDIRECTIONAL
 
@@ -24,12 +24,11 @@ from rl_async.trainer.families import BIDIRECTIONAL
 FIRST_FEATURE = 1 << 31
 
 
-class IllustratedRow(Protocol):
-    """A row that may show images; every Trajectory is one. ``key`` names it in errors."""
+@dataclass
+class ImageRow:
+    """A row of a data set, with the fields of a Trajectory that images need. ``key`` names it in errors."""
 
-    @property
-    def key(self) -> object: ...
-
+    key: int
     token_ids: np.ndarray
     loss_mask: np.ndarray
     media: list[Media]
@@ -62,7 +61,7 @@ class Images:
 
 
 def lay_images(
-    rows: Sequence[IllustratedRow], media: Mapping[str, bytes], processor: PictureProcessor | None, device: str
+    rows: Sequence[Trajectory | ImageRow], media: Mapping[str, bytes], processor: PictureProcessor | None, device: str
 ) -> Images | None:
     """Find the images of rows, padded to [B, T] as ``collate`` does; None without any. ``media`` has bytes by SHA-256.
 
@@ -105,7 +104,7 @@ def lay_images(
 
 
 def _picture(
-    row: IllustratedRow, medium: Media, media: Mapping[str, bytes], processor: PictureProcessor, end: int
+    row: Trajectory | ImageRow, medium: Media, media: Mapping[str, bytes], processor: PictureProcessor, end: int
 ) -> Picture:
     """Encode an image. Raises DataError unless its tokens stand where the medium says, untrained, and past ``end``."""
     where = f"row {row.key}, token {medium.position}: {medium.mime} {medium.sha256[:12]}"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from transformers import (
     PreTrainedModel,
@@ -37,12 +38,14 @@ from rl_async.errors import UserError
 from rl_async.files import written_whole
 from rl_async.launcher.plan.artifacts import SFT_FILE, origin_of
 from rl_async.launcher.plan.memory import TINY_PATCH, tiny_shape, tiny_tower
-from rl_async.messages import LeasedGroup, Task, Version, by_role, episode_rewards
-from rl_async.pictures import FAMILIES, PictureProcessor
+from rl_async.messages import LeasedGroup, Media, Task, Version, by_role, episode_rewards
+from rl_async.pictures import PictureProcessor
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.embedded.engine_thread import LocalEngine
-from rl_async.trainer.finetune.warm_start import WarmStartResult, warm_start
+from rl_async.trainer.finetune.warm_start import TokenRow, WarmStartResult, warm_start
+from rl_async.trainer.images import ImageRow, Images, lay_images
 from rl_async.transfer_queue.dataset import make_sources
+from rl_async.transfer_queue.images import images_of, mime_of
 
 
 def make_model(
@@ -58,23 +61,56 @@ def make_model(
     torch.set_num_threads(config.launcher.threads or 1)
     torch.manual_seed(settings.seed)
     demos = read_demos(settings.demos_path)
-    tokenizer = train_tokenizer(demos, settings.vocab_size, model_max_length=config.rollout.max_model_len)
+    longest = config.rollout.max_model_len
+    tokenizer = train_tokenizer(demos, settings.vocab_size, model_max_length=longest, vision=settings.vision)
     model = tiny_model(settings, tokenizer)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     report(f"warm start: {parameters:,} parameters, {len(tokenizer)} tokens, {len(demos)} demonstrations")
     renderer = ChatRenderer(tokenizer)
+    with tempfile.TemporaryDirectory(prefix="rl-async-model-") as folder:
+        # Prompts are measured by the files of a model, and this one has none yet.
+        write_text_files(Path(folder), model, tokenizer)
+        renderer.pictures = PictureProcessor.load(folder)
+        readable = msgspec.structs.replace(config.model, path=folder)
+        _, held_out = make_sources(msgspec.structs.replace(config, model=readable, eval=_greedy(config, settings)))
     rows = [renderer.demo_row(demo) for demo in demos]
-    _, held_out = make_sources(msgspec.structs.replace(config, eval=_greedy(config, settings)))
+    images = [images_of(demo) for demo in demos]
     if not held_out:
         raise UserError("data.eval_path: the warm start's gate needs held-out tasks")
     result = warm_start(
-        model, rows, lambda: greedy_reward(config, model, renderer, held_out), settings, report, on_step
+        model,
+        rows,
+        lambda: greedy_reward(config, model, renderer, held_out),
+        settings,
+        report,
+        on_step,
+        lambda numbers: shown(numbers, rows, images, renderer.pictures),
     )
     save(Path(config.model.path), model, tokenizer, settings, result)
     report(
         f"warm start: greedy reward {result.gate_reward:.2f} after {result.steps} steps, {result.seconds:.0f} s; "
         f"saved to {config.model.path}"
     )
+
+
+def shown(
+    numbers: Sequence[int],
+    rows: Sequence[TokenRow],
+    images: Sequence[Sequence[bytes]],
+    processor: PictureProcessor | None,
+) -> Images | None:
+    """Lay out the images of the demonstrations with these numbers; each has its tokens, in order, in its row."""
+    found, media = [], dict[str, bytes]()
+    for number in numbers:
+        (ids, learned), there, end = rows[number], list[Media](), 0
+        for data in images[number]:
+            assert processor is not None, "a row was made of it"
+            place = ids.index(processor.image_token, end)
+            end = place + len(processor.encode(data).tokens)
+            there.append(Media.of(data, mime_of(data), place))
+            media[there[-1].sha256] = data
+        found.append(ImageRow(number, np.array(ids), np.array(learned), there))
+    return lay_images(found, media, processor, "cpu")
 
 
 def tiny_model(settings: WarmStartConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
@@ -118,10 +154,12 @@ def image_processor() -> Qwen2VLImageProcessorPil:
     return Qwen2VLImageProcessorPil(patch_size=TINY_PATCH, temporal_patch_size=2, merge_size=2, size=size)
 
 
-def encoder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> PictureProcessor:
-    """Return what encodes images for a tiny vision-language model that is not saved yet."""
-    processor = image_processor()
-    return PictureProcessor("the tiny model", FAMILIES["qwen2_5_vl"](model.config, processor, tokenizer), processor)
+def write_text_files(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Write what reads and writes the model's texts and images: its config, tokenizer and image processor."""
+    model.config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if isinstance(model.config, Qwen2_5_VLConfig):
+        image_processor().save_pretrained(folder)
 
 
 def greedy_reward(config: RunConfig, model: torch.nn.Module, renderer: ChatRenderer, tasks: Sequence[Task]) -> float:
@@ -129,7 +167,12 @@ def greedy_reward(config: RunConfig, model: torch.nn.Module, renderer: ChatRende
     assert config.warm_start is not None
     config = msgspec.structs.replace(config, eval=_greedy(config, config.warm_start))
     model.eval()
-    engine = LocalEngine(model, max_batch=config.rollout.max_batch_size, max_length=config.rollout.max_model_len)
+    engine = LocalEngine(
+        model,
+        max_batch=config.rollout.max_batch_size,
+        max_length=config.rollout.max_model_len,
+        pictures=renderer.pictures,
+    )
     try:
         return asyncio.run(mean_reward(config, engine, renderer, tasks))
     finally:
@@ -179,9 +222,7 @@ def save(
     try:
         with written_whole(path) as partial:
             model.save_pretrained(partial)
-            tokenizer.save_pretrained(partial)
-            if settings.vision:
-                image_processor().save_pretrained(partial)
+            write_text_files(partial, model, tokenizer)
             record = msgspec.to_builtins(origin_of(settings)) | {
                 "steps": result.steps,
                 "gate_reward": result.gate_reward,

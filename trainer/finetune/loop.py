@@ -31,7 +31,6 @@ from rl_async.configs.schema.data import FinetuneConfig, PreferenceConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, TrainingDiverged, UserError
 from rl_async.files import append_lines, replace_file, undamaged
-from rl_async.messages import Media
 from rl_async.pictures import PictureProcessor
 from rl_async.process.run_files import Phase, beat
 from rl_async.trainer.actor_critic import build_policy
@@ -50,7 +49,7 @@ from rl_async.trainer.checkpoints import (
 )
 from rl_async.trainer.export import export
 from rl_async.trainer.finetune.chat_rows import HELD_OUT, ROWS, ChatRows, batch_of, steps_per_epoch, total_steps
-from rl_async.trainer.images import lay_images
+from rl_async.trainer.images import ImageRow, lay_images
 from rl_async.trainer.packing import Tensors, empty_tensors
 from rl_async.trainer.ranks import StopRequest, ranks_joined
 from rl_async.trainer.records import append_evaluation, next_lineage, require_newest
@@ -314,22 +313,12 @@ def reference_of(run: Finetuning, data: ChatRows, file: Path) -> Tensor:
     return found
 
 
-@dataclass
-class ChatRow:
-    """A conversation as ``lay_images`` takes it."""
-
-    key: int
-    token_ids: np.ndarray
-    loss_mask: np.ndarray
-    media: list[Media]
-
-
 def collate(rows: ChatRows, numbers: Sequence[int], device: str, pictures: PictureProcessor | None = None) -> Tensors:
     """Pad rows to a micro-batch, without a behaviour policy; ``mask`` is true where a token is learned."""
     if not numbers:
         return empty_tensors(device)
     chats = [
-        ChatRow(number, rows.ids[span], rows.learned[span], rows.media.get(number, []))
+        ImageRow(number, rows.ids[span], rows.learned[span], rows.media.get(number, []))
         for number in numbers
         for span in [rows.span(number)]
     ]

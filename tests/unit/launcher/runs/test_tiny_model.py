@@ -4,7 +4,6 @@ import base64
 import io
 import json
 import random
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,11 @@ from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
 from rl_async.agent_loop.training_data import ChatEncoder, to_chat
 from rl_async.configs.schema.data import WarmStartConfig
 from rl_async.errors import DataError
-from rl_async.launcher.runs.tiny_model import encoder, save, tiny_model
+from rl_async.launcher.runs.tiny_model import save, tiny_model, write_text_files
 from rl_async.messages import Media
 from rl_async.pictures import PictureProcessor
 from rl_async.trainer.finetune.warm_start import WarmStartResult, warm_start
-from rl_async.trainer.images import Images, embedded, lay_images
+from rl_async.trainer.images import ImageRow, Images, embedded, lay_images
 from tests.e2e.command import call
 
 COLOURS = ("red", "green", "blue")
@@ -32,22 +31,20 @@ SETTINGS = WarmStartConfig(
 )
 
 
-@dataclass
-class Row:
-    """A question about an image, and its answer."""
-
-    key: int
-    token_ids: np.ndarray
-    loss_mask: np.ndarray
-    media: list[Media]
-
-
 def coloured(colour: str, draw: random.Random) -> bytes:
     """A square of about this colour."""
     centre = {"red": (220, 30, 30), "green": (30, 220, 30), "blue": (30, 30, 220)}[colour]
     file = io.BytesIO()
     Image.new("RGB", (32, 32), tuple(c + draw.randint(-30, 30) for c in centre)).save(file, "PNG")
     return file.getvalue()
+
+
+def encoder(folder: Path, model: Any, tokenizer: PreTrainedTokenizerFast) -> PictureProcessor:
+    """What encodes the model's images."""
+    write_text_files(folder, model, tokenizer)
+    found = PictureProcessor.load(str(folder))
+    assert found is not None
+    return found
 
 
 def question(number: int, draw: random.Random, tokenizer: PreTrainedTokenizerFast, processor: PictureProcessor) -> Any:
@@ -60,14 +57,14 @@ def question(number: int, draw: random.Random, tokenizer: PreTrainedTokenizerFas
     answer = tokenizer.encode(f"{colour}<|im_end|>", add_special_tokens=False)
     tokens = np.array(ids + answer)
     medium = Media.of(data, "image/png", place)
-    return Row(number, tokens, np.arange(len(tokens)) >= len(ids), [medium]), {medium.sha256: data}
+    return ImageRow(number, tokens, np.arange(len(tokens)) >= len(ids), [medium]), {medium.sha256: data}
 
 
 def test_a_tiny_vision_model_learns_from_images_and_is_saved_whole(tmp_path: Path) -> None:
     torch.manual_seed(0)
     tokenizer = train_tokenizer(DEMOS, 100, vision=True)
     model = tiny_model(SETTINGS, tokenizer)
-    processor, draw = encoder(model, tokenizer), random.Random(0)
+    processor, draw = encoder(tmp_path / "text", model, tokenizer), random.Random(0)
     made = [question(number, draw, tokenizer, processor) for number in range(96)]
     rows, media = [row for row, _ in made], {sha: data for _, one in made for sha, data in one.items()}
 
@@ -112,9 +109,9 @@ def asked(colour: str, draw: random.Random) -> dict[str, Any]:
     return {"messages": [*said, {"role": "assistant", "content": colour}]}
 
 
-def test_conversations_with_images_are_encoded_as_episodes_see_them() -> None:
+def test_conversations_with_images_are_encoded_as_episodes_see_them(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(DEMOS, 100, vision=True)
-    processor = encoder(tiny_model(SETTINGS, tokenizer), tokenizer)
+    processor = encoder(tmp_path, tiny_model(SETTINGS, tokenizer), tokenizer)
     chat = to_chat(asked("red", random.Random(0)), "chats.jsonl, line 1")
     tokens = ChatEncoder(tokenizer, pictures=processor).encode(chat)
     (image,) = tokens.images
