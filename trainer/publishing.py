@@ -212,7 +212,10 @@ class Canary:
 
 
 class Canaries:
-    """Has each engine of ``directory()`` sample ``tokens`` tokens after a random prompt of ids below ``vocabulary``."""
+    """Has each engine of ``directory()`` sample ``tokens`` tokens after a random prompt of ids below ``vocabulary``.
+
+    The prompt has no ``image_token``, since some engines would look for its image.
+    """
 
     def __init__(
         self,
@@ -223,8 +226,10 @@ class Canaries:
         tokens: int,
         temperature: float,
         timeout_s: float,
+        image_token: int | None = None,
     ) -> None:
         self._directory, self._connect, self._vocabulary = directory, connect, vocabulary
+        self._image_token = image_token
         self._tokens, self._sampling, self._timeout_s = tokens, Sampling(temperature=temperature), timeout_s
         self._pending: Future[list[Canary]] | None = None
         # The number of engines that the latest ``send`` addressed.
@@ -248,6 +253,7 @@ class Canaries:
     async def _sample(self, record: EngineRecord, version: Version) -> Canary | None:
         """Sample from one engine. Returns None if it is lost or busy beyond the deadline, which others notice."""
         prompt = np.random.default_rng([version.lineage, version.step]).integers(0, self._vocabulary, PROMPT_TOKENS)
+        prompt[prompt == self._image_token] = 0
         request = GenerateRequest(
             request_id=f"canary-{version}",
             token_ids=prompt.tolist(),

@@ -35,6 +35,7 @@ from rl_async.trainer.algorithms.losses import KlController
 from rl_async.trainer.batches import QueueSource, RecordedSource
 from rl_async.trainer.checkpoints import Saver, drop_unfinished, folder_of, load_checkpoint, newest_whole, read_state
 from rl_async.trainer.evaluator import Evaluator
+from rl_async.trainer.families import text_of
 from rl_async.trainer.guard import Guard
 from rl_async.trainer.monitoring import EngineLoads, MemoryWatch, QueueDepth, RankCollector, StepProfiler
 from rl_async.trainer.publishing import (
@@ -289,12 +290,14 @@ def _watched(run: Run, publisher: Publisher, queue: SyncQueueClient | None) -> P
     canaries = None
     if queue is not None:
         token = run_token(run.folder, "engines")
+        pictures = run.models.policy.pictures
         canaries = Canaries(
             queue.engines,
             lambda record: connect(record.kind, record.url, token=token),
-            vocabulary=AutoConfig.from_pretrained(config.model.path, trust_remote_code=False).vocab_size,
+            vocabulary=text_of(AutoConfig.from_pretrained(config.model.path, trust_remote_code=False)).vocab_size,
             tokens=min(CANARY_TOKENS, config.rollout.max_model_len - PROMPT_TOKENS),
             temperature=temperature,
             timeout_s=config.weight_sync.timeout_s,
+            image_token=None if pictures is None else pictures.image_token,
         )
     return WatchedPublisher(publisher, canaries, mismatch, temperature)

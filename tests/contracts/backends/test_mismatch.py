@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from rl_async.configs.schema.trainer import MismatchConfig
-from rl_async.errors import WeightSyncError
+from rl_async.errors import EngineLost, WeightSyncError
 from rl_async.messages import EngineList, EngineRecord, Version
+from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from rl_async.rollout_server.vllm.client import VllmEngine
 from rl_async.trainer.backend import Backend, Outputs
 from rl_async.trainer.fsdp2 import Fsdp2Backend
@@ -97,6 +98,38 @@ def watched(peer: Peer, scales: list[float], config: MismatchConfig) -> tuple[Wa
 
     canaries = Canaries(directory, connect, vocabulary=VOCAB, tokens=CANARY_TOKENS, temperature=0.7, timeout_s=10.0)
     return WatchedPublisher(publisher, canaries, config, 0.7), publisher
+
+
+def test_an_image_token_is_never_in_the_prompt() -> None:
+    current = Version(0, 1)
+    record = EngineRecord(engine_id="engine-0", url="none", kind="embedded", version=current)
+    engines = EngineList(revision=1, engines=[record], published=current)
+    asked: list[list[int]] = []
+
+    class Engine:
+        async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult:
+            asked.append(request.token_ids)
+            raise EngineLost("gone")
+
+        async def close(self) -> None: ...
+
+    def prompt(image_token: int | None) -> list[int]:
+        canaries = Canaries(
+            lambda: engines,
+            lambda record: Engine(),  # type: ignore[arg-type, return-value]
+            vocabulary=VOCAB,
+            tokens=CANARY_TOKENS,
+            temperature=0.7,
+            timeout_s=10.0,
+            image_token=image_token,
+        )
+        canaries.send(current)
+        assert canaries.collect() == []
+        return asked.pop()
+
+    plain = prompt(None)
+    assert plain[3] in plain and plain[3] != 0
+    assert prompt(plain[3]) == [0 if token == plain[3] else token for token in plain]
 
 
 class Sleeper:
