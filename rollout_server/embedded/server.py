@@ -93,7 +93,7 @@ class GenerateBody(msgspec.Struct):
     token_ids: list[int]
     sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     # The images of the prompt, in the order of their positions.
-    content_parts: list[ImagePart] = []
+    content_parts: list[ImagePart] | None = None
     request_id: str = ""
     stream: bool = False
 
@@ -257,8 +257,8 @@ class EngineCollector:
         yield by_label("sleep_state", "vllm:engine_sleep_state", "1 in the state that the engine is in.", awake)
 
 
-def _placed(core: EngineCore, body: GenerateBody) -> tuple[PlacedImage, ...]:
-    return place(core.pictures, body.token_ids, [part.image() for part in body.content_parts])
+def _placed(core: EngineCore, ids: list[int], parts: list[ImagePart]) -> tuple[PlacedImage, ...]:
+    return place(core.pictures, ids, [part.image() for part in parts])
 
 
 def _json(value: Any, status: int = 200) -> Response:
@@ -337,7 +337,7 @@ class EngineServer:
             return _error(409, f"the weights are {current}, older than {wanted}")
         images: tuple[PlacedImage, ...] = ()
         if body.content_parts:
-            images = await asyncio.to_thread(_placed, core, body)
+            images = await asyncio.to_thread(_placed, core, body.token_ids, body.content_parts)
         loop = asyncio.get_running_loop()
         events: SequenceEvents = asyncio.Queue()
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForImageTextToText
 
 from rl_async.configs.engines import EngineKind
 from rl_async.errors import EngineRejected
+from rl_async.launcher.cli.engine_verification import verify
 from rl_async.messages import Sampling, Version
 from rl_async.pictures import PictureProcessor
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult, Image
@@ -148,6 +149,15 @@ async def test_logprobs_agree_with_a_plain_forward_pass(
             ]
             off += (expected - torch.tensor(found)).abs().tolist()
     assert np.mean(off) <= 1e-5
+
+
+async def test_it_is_verified_with_images(peer: Peer, engine: VllmEngine, folder: Path) -> None:
+    """On a model whose attention is far from uniform, a largest difference of 1e-3 is 100 times the mean."""
+    found = await asyncio.to_thread(verify, engine.url, folder, 6, 1e-3, peer.kind, peer.token)
+    assert found.ok and found.mean <= 1e-5 and found.tokens > 6
+    await update(engine, scaled(folder, tower=1.5), V1)
+    found = await asyncio.to_thread(verify, engine.url, folder, 6, 1e-3, peer.kind, peer.token)
+    assert not found.ok
 
 
 async def test_another_image_gives_other_numbers_and_the_same_image_the_same(
