@@ -67,7 +67,7 @@ def publish(
 ) -> int:
     """One publication by the trainer's coordinator, from the shards of so many ranks; the bytes that it sent."""
     directory = Directory()
-    directory.add(EngineRecord(engine_id="e", url=peer.url, kind="vllm"))
+    directory.add(EngineRecord(engine_id="e", url=peer.url, kind=peer.kind))
     sync = WeightSyncConfig(
         transport=transport, folder=str(folder / "weights"), timeout_s=100, bucket_bytes=BUCKET_BYTES
     )

@@ -23,7 +23,7 @@ from rl_async.rollout_server.vllm.client import VllmEngine
 from tests.conftest import vllm_python
 from tests.contracts.engines.conftest import Connect
 from tests.contracts.engines.engine_peers import Peer, paused, running
-from tests.contracts.engines.engine_weights import send
+from tests.contracts.engines.engine_weights import publish, send
 from tests.support.rounding import PlainPass
 from tests.support.vision_models import drawing, save_vision_model
 
@@ -191,6 +191,17 @@ async def test_updates_reach_both_towers_and_requests_in_flight(
     both = scaled(folder, tower=1.5, language=1.25)
     await update(engine, both, Version(0, 2))
     assert (errors(PlainPass(both), processor, first, await engine.generate(first)) <= 1).all()
+
+
+async def test_shards_of_two_trainer_ranks_reach_both_towers(
+    peer: Peer, engine: VllmEngine, folder: Path, processor: PictureProcessor, tmp_path: Path
+) -> None:
+    new, version = scaled(folder, tower=1.5, language=1.25), Version(0, 3)
+    named = {name: weight.detach() for name, weight in new.named_parameters()}
+    sent = await asyncio.to_thread(publish, peer, named, version, 2, "ipc", tmp_path)
+    assert sent >= sum(weight.nbytes for weight in named.values())
+    request = ask(processor, 11, 12, min_version=version)
+    assert (errors(PlainPass(new), processor, request, await engine.generate(request)) <= 1).all()
 
 
 async def test_images_that_do_not_fit_are_refused(engine: VllmEngine, processor: PictureProcessor) -> None:
