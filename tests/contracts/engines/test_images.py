@@ -173,7 +173,7 @@ async def test_updates_reach_both_towers_and_requests_in_flight(
     engine: VllmEngine, folder: Path, processor: PictureProcessor
 ) -> None:
     before = await engine.checksums()
-    request, new = ask(processor, 5, max_tokens=400), scaled(folder, tower=1.5)
+    request, new = ask(processor, 5, max_tokens=200), scaled(folder, tower=1.5)
     request = msgspec.structs.replace(request, stop_token_ids=[])
     first = ask(processor, 6)
     await engine.generate(first)
