@@ -135,7 +135,8 @@ def vision_config(shape: dict[str, Any], tower: dict[str, Any], tokenizer: PreTr
     """Return the config of a Qwen2.5-VL with a decoder of this shape, and a vision tower."""
     half = shape["hidden_size"] // shape["num_attention_heads"] // 2
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
-    start, image, end = (tokenizer.convert_tokens_to_ids(mark) for mark in VISION_MARKS)
+    vocabulary = tokenizer.get_vocab()
+    start, image, end = (vocabulary[mark] for mark in VISION_MARKS)
     return Qwen2_5_VLConfig(
         text_config={key: value for key, value in shape.items() if key != "head_dim"} | {"rope_parameters": rope},
         vision_config=tower | {"window_size": 4 * TINY_PATCH, "fullatt_block_indexes": [1]},
