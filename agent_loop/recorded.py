@@ -24,9 +24,12 @@ class RecordedRunner:
         self._recording, self._reading = Recording(config.rollout.replay), asyncio.Lock()
 
     async def run(self, group: LeasedGroup, sample: int, images: dict[str, bytes] | None = None) -> list[Trajectory]:
-        """Return a sample's rows, scored. Rows with images are not recorded whole, and are refused."""
+        """Return a sample's rows, scored, and add their images by hash to ``images``."""
         async with self._reading:
             samples = await asyncio.to_thread(self._recording.rows, *place_of(group.task))
+            if images is not None:
+                shown = {medium.sha256 for row in samples[sample] for medium in row.media}
+                images |= {name: self._recording.images[name] for name in shown}
         name = f"{group.group_id}.{sample}.{group.attempt}"
         return [
             msgspec.structs.replace(row, group_id=group.group_id, attempt=group.attempt, episode_id=name, activities=[])

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rl_async.agent_loop.chat_formats.format import CALL_END, CALL_START
 from rl_async.errors import DataError
+from rl_async.transfer_queue.chat_messages import with_images
 from rl_async.transfer_queue.images import MARK, canonical, folder_of
 
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -45,26 +46,30 @@ VISION_TEMPLATE = """\
 
 
 def read_demos(path: str | Path) -> list[list[dict[str, Any]]]:
-    """Read a file of demonstrations, whose messages may have images (``transfer_queue/images.py``).
+    """Read a file of demonstrations, with images in messages or in verl's column (``transfer_queue/images.py``).
 
     Raises DataError if it is missing or has no ``messages``.
     """
     try:
-        rows = pq.read_table(path, columns=["messages"]).column("messages").to_pylist()
+        names = {"messages", "images"} & {*pq.read_schema(path).names}
+        rows = pq.read_table(path, columns=["messages", *(names - {"messages"})]).to_pylist()
     except FileNotFoundError as error:
         raise DataError(f"no demonstrations at {path}") from error
     except (pa.ArrowInvalid, pa.ArrowKeyError, OSError) as error:
         raise DataError(f"{path}: not a Parquet file with a column `messages`: {error}") from error
     if not rows:
         raise DataError(f"{path}: no demonstrations in it")
+    demos = []
     for number, row in enumerate(rows):
-        if not row or any(message.get("content") is None or not message.get("role") for message in row):
-            raise DataError(f"{path}, row {number}, column messages: needs messages with role and content")
+        demo, place, folder = row["messages"], f"{path}, row {number}", folder_of(str(path))
+        if not demo or any(message.get("content") is None or not message.get("role") for message in demo):
+            raise DataError(f"{place}, column messages: needs messages with role and content")
         try:
-            rows[number] = [canonical(message, folder_of(str(path))) for message in row]
+            demo = [canonical(message, folder) for message in demo]
         except ValueError as error:
-            raise DataError(f"{path}, row {number}, column messages: a message {error}") from error
-    return rows
+            raise DataError(f"{place}, column messages: a message {error}") from error
+        demos.append(with_images(demo, row, place, folder))
+    return demos
 
 
 def train_tokenizer(

@@ -9,20 +9,24 @@
     code        write a function that passes hidden tests, no tools
     order       take an order, and ask a scripted customer about it first
     sums        add two digits, in words that a pretrained model understands; no tools and no demonstrations
+    digits      add two digits that an image shows, no tools
+    noise       the same with images of noise, in which no model can read the digits
 
 The demonstrations teach the format of tool calls but are often wrong, so that a warm-started model knows how to act and
 reinforcement learning has something to improve. To add a task, write how it is drawn and demonstrated, and add it to
 ``KINDS``.
 """
 
+import io
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from PIL import Image, ImageDraw
 
 from rl_async.agent_loop.chat_formats.format import BAD_CALL, CALL_END, CALL_START
 from rl_async.agent_loop.environments.built_in import NO_SUCH_ITEM, NOT_UNDERSTOOD, WISHES, reply
@@ -34,11 +38,25 @@ Message = dict[str, str]
 
 
 class ToyTask(NamedTuple):
-    """One generated task. ``state`` goes into ``extra_info``, where an environment finds it."""
+    """One generated task. ``state`` goes into ``extra_info``, where an environment finds it.
+
+    ``image``, a PNG file, stands at the mark of the prompt.
+    """
 
     prompt: str
     answer: str
     state: dict[str, Any]
+    image: bytes = b""
+
+    @property
+    def key(self) -> tuple[str, bytes]:
+        """Equal for tasks that ask the same."""
+        return self.prompt, self.image
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The column of its image, as verl has it; without one, nothing."""
+        return {"images": [{"bytes": self.image, "path": None}]} if self.image else {}
 
 
 class ToyTaskKind(NamedTuple):
@@ -112,7 +130,7 @@ def make_data(
     def draw(sampler: Callable[[random.Random], ToyTask]) -> ToyTask:
         while True:
             sample = sampler(random_source)
-            if sample.prompt not in test_samples:
+            if sample.key not in test_samples:
                 return sample
 
     train_samples = [draw(kind.sample) for _ in range(train)]
@@ -120,12 +138,13 @@ def make_data(
     for _ in range((demos or kind.demos) if kind.demonstrate else 0):
         assert kind.demonstrate is not None
         sample = draw(kind.demonstrated or kind.sample)
-        conversations.append([*_prompt(kind, sample), *kind.demonstrate(sample, random_source)])
+        said = [*_prompt(kind, sample), *kind.demonstrate(sample, random_source)]
+        conversations.append({"messages": said, **sample.columns})
     target = Path(folder)
     _write(target / "train.parquet", [_row(name, "train", i, s) for i, s in enumerate(train_samples)])
     _write(target / "test.parquet", [_row(name, "test", i, s) for i, s in enumerate(test_samples.values())])
     if conversations:
-        _write(target / "demos.parquet", [{"messages": conversation} for conversation in conversations])
+        _write(target / "demos.parquet", conversations)
 
 
 def make_pairs(name: str, folder: str | Path, *, pairs: int = 16384, held_out: int = 256, seed: int = 0) -> None:
@@ -143,7 +162,7 @@ def make_pairs(name: str, folder: str | Path, *, pairs: int = 16384, held_out: i
     rows: list[dict[str, Any]] = []
     while len(rows) < pairs:
         sample = kind.sample(random_source)
-        if sample.prompt in test_samples:
+        if sample.key in test_samples:
             continue
         chosen, rejected = make_pair(sample, random_source)
         prompt = [{"role": "user", "content": sample.prompt}]
@@ -151,12 +170,12 @@ def make_pairs(name: str, folder: str | Path, *, pairs: int = 16384, held_out: i
     _write(Path(folder) / "pairs.parquet", rows)
 
 
-def _held_out(kind: ToyTaskKind, random_source: random.Random, count: int) -> dict[str, ToyTask]:
-    """Draw ``count`` tasks with different prompts, keyed by prompt."""
-    samples: dict[str, ToyTask] = {}
+def _held_out(kind: ToyTaskKind, random_source: random.Random, count: int) -> dict[tuple[str, bytes], ToyTask]:
+    """Draw ``count`` tasks with different prompts, by their keys."""
+    samples: dict[tuple[str, bytes], ToyTask] = {}
     while len(samples) < count:
         sample = kind.sample(random_source)
-        samples.setdefault(sample.prompt, sample)
+        samples.setdefault(sample.key, sample)
     return samples
 
 
@@ -181,6 +200,7 @@ def _row(name: str, split: str, index: int, sample: ToyTask) -> dict[str, Any]:
         "reward_model": {"style": "rule", "ground_truth": sample.answer},
         "extra_info": {"split": split, "index": index, **sample.state},
         "agent_name": kind.agent,
+        **sample.columns,
     }
 
 
@@ -409,6 +429,67 @@ def _sample_sums(random_source: random.Random) -> ToyTask:
     return ToyTask(f"What is {a} + {b}? Reply with the number only.", str(a + b), {})
 
 
+# --- digits ---------------------------------------------------------------------------------------------------------
+
+# The segments of each digit, by the letters of seven-segment displays, and their ends in a box of 1 x 2.
+SEGMENTS = ("abcdef", "bc", "abdeg", "abcdg", "bcfg", "acdfg", "acdefg", "abc", "abcdefg", "abcdfg")
+ENDS = {
+    "a": (0, 0, 1, 0),
+    "b": (1, 0, 1, 1),
+    "c": (1, 1, 1, 2),
+    "d": (0, 2, 1, 2),
+    "e": (0, 1, 0, 2),
+    "f": (0, 0, 0, 1),
+    "g": (0, 1, 1, 1),
+}
+# The length of a segment and the size of a digit's part of the image, in pixels.
+STROKE, DIGIT = 8, (16, 32)
+# The share of demonstrations that guess a digit.
+GUESSED = 0.5
+
+
+def draw_digits(digits: Sequence[int], random_source: random.Random) -> bytes:
+    """Draw digits side by side as a PNG file, each a little aside and in another shade of grey."""
+    width, height = DIGIT
+    image = Image.new("L", (width * len(digits), height), random_source.randint(190, 255))
+    pencil = ImageDraw.Draw(image)
+    for place, digit in enumerate(digits):
+        left, top = width * place + random_source.randint(3, 5), random_source.randint(7, 9)
+        shade = random_source.randint(0, 90)
+        for segment in SEGMENTS[digit]:
+            line = [start + STROKE * end for start, end in zip((left, top) * 2, ENDS[segment], strict=True)]
+            pencil.line(line, fill=shade, width=2)
+    return _png(image)
+
+
+def draw_noise(random_source: random.Random) -> bytes:
+    """Draw an image of noise, of the size of two digits, as a PNG file."""
+    size = 2 * DIGIT[0], DIGIT[1]
+    return _png(Image.frombytes("L", size, random_source.randbytes(size[0] * size[1])))
+
+
+def _png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def _sample_digits(random_source: random.Random) -> ToyTask:
+    a, b = random_source.randint(0, 9), random_source.randint(0, 9)
+    return ToyTask("<image>add", str(a + b), {"a": a, "b": b}, draw_digits((a, b), random_source))
+
+
+def _sample_noise(random_source: random.Random) -> ToyTask:
+    return _sample_digits(random_source)._replace(image=draw_noise(random_source))
+
+
+def _demonstrate_digits(sample: ToyTask, random_source: random.Random) -> list[Message]:
+    # Flaw: the first digit is guessed instead of read.
+    a = random_source.randint(0, 9) if random_source.random() < GUESSED else sample.state["a"]
+    b = sample.state["b"]
+    return [assistant(f"{a}+{b}={a + b}")]
+
+
 KINDS = {
     "calculator": ToyTaskKind("tool_agent", "math", _sample_calculator, _demonstrate_calculator),
     "shop": ToyTaskKind("tool_agent", "shopping", _sample_shop, _demonstrate_shop),
@@ -427,6 +508,8 @@ KINDS = {
     "order": ToyTaskKind("tool_agent", "shopping", _sample_order, _demonstrate_order, held_out=64),
     # 100 different sums exist.
     "sums": ToyTaskKind("single_turn", "math", _sample_sums, None, held_out=32),
+    "digits": ToyTaskKind("single_turn", "vision", _sample_digits, _demonstrate_digits, demos=8192),
+    "noise": ToyTaskKind("single_turn", "vision", _sample_noise, _demonstrate_digits, demos=8192),
 }
 # Preference pairs: the kind of task that their prompts are, and how to draw a pair.
 PAIRS = {"calculator-pairs": ("calculator", _pair_calculator)}

@@ -6,37 +6,61 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 from rl_async.agent_loop.environments.built_in import Shop
 from rl_async.agent_loop.tools.arithmetic import evaluate
-from rl_async.agent_loop.toy_tasks import demonstrate_code, make_data, program, sample_code
+from rl_async.agent_loop.toy_tasks import demonstrate_code, draw_digits, make_data, program, sample_code
 from rl_async.errors import ConfigError
 from rl_async.messages import Task
+from rl_async.pictures import read_picture
 from rl_async.reward_loop.api import Conversation
 from rl_async.reward_loop.scorers.code import last_program
 from rl_async.reward_loop.scorers.code_tests import parse_tests
+from rl_async.transfer_queue.dataset import to_task
+from rl_async.transfer_queue.images import MARK
 
-NAMES = ("calculator", "shop", "market", "sort", "code", "order")
+NAMES = ("calculator", "shop", "market", "sort", "code", "order", "digits")
 
 
 def _rows(path: Path) -> list[dict]:
     return pq.read_table(path).to_pylist()
 
 
-def _asked(messages: list[dict]) -> str:
-    return next(message["content"] for message in messages if message["role"] == "user")
+def _asked(row: dict) -> tuple[str, ...]:
+    messages = row.get("prompt") or row["messages"]
+    images = [image["bytes"] for image in row.get("images", ())]
+    return next(message["content"] for message in messages if message["role"] == "user"), *images
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_held_out_prompts_are_nowhere_else(name: str, tmp_path: Path) -> None:
     make_data(name, tmp_path, train=300, held_out=50, demos=300)
-    held_out = {_asked(row["prompt"]) for row in _rows(tmp_path / "test.parquet")}
+    held_out = {_asked(row) for row in _rows(tmp_path / "test.parquet")}
     assert len(held_out) == 50
-    assert not held_out & {_asked(row["prompt"]) for row in _rows(tmp_path / "train.parquet")}
-    assert not held_out & {_asked(row["messages"]) for row in _rows(tmp_path / "demos.parquet")}
+    assert not held_out & {_asked(row) for row in _rows(tmp_path / "train.parquet")}
+    assert not held_out & {_asked(row) for row in _rows(tmp_path / "demos.parquet")}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["demos.parquet", "test.parquet", "train.parquet"]
+
+
+def test_images_of_digits_differ_by_their_digits_and_noise_does_not(tmp_path: Path) -> None:
+    make_data("digits", tmp_path, train=50, held_out=5, demos=200)
+    for row in _rows(tmp_path / "train.parquet"):
+        (image,) = row["images"]
+        assert read_picture(image["bytes"]).size == (32, 32)
+        task = to_task(row, "here", "t")
+        assert task.prompt == [{"role": "user", "content": f"{MARK}add", "images": [image["bytes"]]}]
+        assert int(task.ground_truth) == task.extra["a"] + task.extra["b"]
+    # The segments of a digit are darker than what is around them.
+    one, eight = (np.asarray(read_picture(draw_digits([digit] * 2, random.Random(0)))) for digit in (1, 8))
+    assert (eight < 100).sum() > 2 * (one < 100).sum() > 0
+    said = [row["messages"][-1]["content"] for row in _rows(tmp_path / "demos.parquet")]
+    assert all(evaluate(text.partition("=")[0]) == int(text.partition("=")[2]) for text in said)
+    make_data("noise", tmp_path / "noise", train=20, held_out=5, demos=5)
+    for row in _rows(tmp_path / "noise" / "train.parquet"):
+        assert np.asarray(read_picture(row["images"][0]["bytes"])).std() > 60
 
 
 @pytest.mark.parametrize("name", NAMES)
