@@ -18,7 +18,9 @@ from rl_async.errors import UserError
 from rl_async.files import undamaged
 from rl_async.insight.terminal import printable
 from rl_async.insight.view.trajectories import tokenizer_of
-from rl_async.messages import Explanation, Trajectory
+from rl_async.messages import Explanation, Media, Trajectory
+from rl_async.pictures import read_picture
+from rl_async.recording import files_of_step, read_images
 from rl_async.reward_loop.api import REWARD
 
 # A token whose weight is below this is marked.
@@ -55,6 +57,7 @@ class RecordedRow(msgspec.Struct):
     error: str = ""
     correction: Explanation | None = None
     turns: list[RecordedTurn] = []
+    media: list[Media] = []
 
 
 class Mark(NamedTuple):
@@ -94,7 +97,7 @@ def show(run: Path, step: int | None, group: int | None, sample: int | None, con
     place += f", role {printable(row.role)}" * bool(row.role)
     scored = "" if row.scored else ", not scored"
     console.print(f"\n{place}, reward {row.reward:g}{scored}", highlight=False)
-    for line in [*reward_parts(row), *turn_rewards(row)]:
+    for line in [*reward_parts(row), *turn_rewards(row), *image_lines(run / "trajectories", number, row)]:
         console.print(line, highlight=False, markup=False)
     tokenizer = tokenizer_of(run, load_resolved(run / "config.yaml").model.path)
     if tokenizer.decode is None:
@@ -158,11 +161,36 @@ def turn_rewards(row: RecordedRow) -> list[str]:
     ]
 
 
+def image_lines(folder: Path, step: int, row: RecordedRow) -> list[str]:
+    """Describe the images that a row of a step shows: the place and the size of each, where it was recorded."""
+    found, lines = dict[str, bytes](), list[str]()
+    for file in files_of_step(folder, step) if row.media else ():
+        found |= read_images(file, [medium.sha256 for medium in row.media])
+    for medium in row.media:
+        size = "not recorded"
+        if (data := found.get(medium.sha256)) is not None:
+            picture = read_picture(data)
+            size = f"{picture.width} x {picture.height} pixels, {len(data):,} bytes"
+        lines.append(f"image at token {medium.position}: {printable(medium.mime)}, {size}, {medium.sha256[:12]}")
+    return lines
+
+
+def _repeated(row: RecordedRow) -> set[int]:
+    """Return the positions of an image's tokens that equal the one before, of which there may be thousands."""
+    places = set[int]()
+    for medium in row.media:
+        after = range(medium.position + 1, len(row.token_ids))
+        places.update(itertools.takewhile(lambda place: row.token_ids[place] == row.token_ids[place - 1], after))
+    return places
+
+
 def render(row: RecordedRow, decode: Callable[[Sequence[int]], str]) -> Text:
     """Render the row's tokens as text; those that did not train fully are in braces, followed by the reason."""
     text = Text()
     weights = _weights(row)
-    places = enumerate(zip(row.token_ids, marks(row), strict=True))
+    repeated = _repeated(row)
+    found = enumerate(zip(row.token_ids, marks(row), strict=True))
+    places = (place for place in found if place[0] not in repeated)
     for mark, run in itertools.groupby(places, key=lambda place: place[1][1]):
         tokens = list(run)
         words = printable(decode([token for _, (token, _) in tokens]))

@@ -5,6 +5,7 @@ The trainer writes them. Viewers read them, and so do runs that train them again
 
 import gzip
 import hashlib
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,13 +14,16 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from rl_async.errors import ConfigError, ProtocolError
+from rl_async.errors import ConfigError, ProtocolError, UserError
 from rl_async.files import DAMAGE, UNDECODABLE, make_durable_folder, written_whole
 from rl_async.messages import Explanation, Task, Trajectory
 
 KEY = "rollout.replay"
 # In the name of an evaluation's file that lacks episodes.
 PARTIAL = "partial"
+# In place of the suffix of a file of trajectories.
+IMAGES = ".images.zip"
+NO_MEDIA: Mapping[str, bytes] = {}
 
 
 class TrainedRow(msgspec.Struct, frozen=True):
@@ -36,14 +40,22 @@ class TrainedRow(msgspec.Struct, frozen=True):
 
 
 def write_trajectories(
-    path: Path, rows: Sequence[Trajectory], explanations: Sequence[Explanation] | None = None
+    path: Path,
+    rows: Sequence[Trajectory],
+    explanations: Sequence[Explanation] | None = None,
+    media: Mapping[str, bytes] = NO_MEDIA,
 ) -> None:
     """Write rows as compressed JSON lines, atomically and durably. Floats keep every bit.
 
-    ``explanations``, one per row, are added as ``correction``, which readers of trajectories skip.
+    ``explanations``, one per row, are added as ``correction``, which readers of trajectories skip. The images in
+    ``media``, bytes by SHA-256, go into a ZIP file beside it (``images_file``).
     Read them with ``import gzip, json`` and ``rows = [json.loads(line) for line in gzip.open(path, "rt")]``.
     """
     make_durable_folder(path.parent)
+    if media:
+        with written_whole(images_file(path), durable=True) as temporary, zipfile.ZipFile(temporary, "w") as images:
+            for name, data in media.items():
+                images.writestr(zipfile.ZipInfo(name), data)
     with written_whole(path, durable=True) as temporary, gzip.open(temporary, "wb", compresslevel=1) as file:
         for number, row in enumerate(rows):
             # Routed experts would be hundreds of numbers per token.
@@ -64,6 +76,32 @@ def read_trajectories(path: Path) -> list[Trajectory]:
     return rows
 
 
+def images_file(path: Path) -> Path:
+    """Return where the images of the rows in ``path`` are, each once, under its SHA-256."""
+    return path.with_name(path.name.removesuffix(".jsonl.gz") + IMAGES)
+
+
+def read_images(path: Path, wanted: Iterable[str]) -> dict[str, bytes]:
+    """Return those of the ``wanted`` images, by SHA-256, that were recorded of the rows in ``path``.
+
+    Raises UserError for a damaged file.
+    """
+    file = images_file(path)
+    if not file.is_file():
+        return {}
+    try:
+        with zipfile.ZipFile(file) as images:
+            return {name: images.read(name) for name in {*wanted} & {*images.namelist()}}
+    except (zipfile.BadZipFile, *DAMAGE) as error:
+        raise UserError(f"{file} is damaged: {error}") from error
+
+
+def forget_file(path: Path) -> None:
+    """Delete a file of trajectories and its images; another rank may have deleted them."""
+    path.unlink(missing_ok=True)
+    images_file(path).unlink(missing_ok=True)
+
+
 def trained_file(run: Path, step: int, lineage: int, rank: int) -> Path:
     """Return where a rank writes what it trained in a step."""
     return run / "trajectories" / f"step-{step:06d}-lineage{lineage}-rank{rank}.jsonl.gz"
@@ -73,8 +111,7 @@ def forget_trained(run: Path, until: int) -> None:
     """Delete what was recorded of the training of steps before ``until``, by any rank in any lineage."""
     for path in (run / "trajectories").glob("step-*.jsonl.gz"):
         if _step(path) < until:
-            # Another rank may delete it, too.
-            path.unlink(missing_ok=True)
+            forget_file(path)
 
 
 def files_of_step(folder: Path, step: int) -> list[Path]:
@@ -123,6 +160,8 @@ class Recording:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._cached: tuple[int, dict[int, dict[int, list[Trajectory]]]] = (-1, {})
+        # The images of the step that was read last, by SHA-256.
+        self.images: dict[str, bytes] = {}
 
     @cached_property
     def groups(self) -> list[RecordedGroup]:
@@ -170,6 +209,7 @@ class Recording:
 
     def _read(self, step: int, lineage: int) -> dict[int, dict[int, list[Trajectory]]]:
         groups: dict[int, dict[int, list[Trajectory]]] = {}
+        self.images = {}
         paths = sorted((self.folder / "trajectories").glob(f"step-{step:06d}-lineage{lineage}-*.jsonl.gz"))
         if not paths:
             raise ConfigError(
@@ -181,9 +221,11 @@ class Recording:
                 rows = read_trajectories(path)
             except (OSError, *DAMAGE) as error:
                 raise ConfigError(f"{KEY}={self.folder}: {path.name} cannot be read: {error}") from error
+            shown = {medium.sha256 for row in rows for medium in row.media}
+            self.images |= (images := read_images(path, shown))
+            if images.keys() != shown:
+                raise ConfigError(f"{KEY}={self.folder}: images of its episodes were not recorded (step {step})")
             for row in rows:
-                if row.media:
-                    raise ConfigError(f"{KEY}={self.folder}: images of its episodes were not recorded (step {step})")
                 groups.setdefault(row.group_id, {}).setdefault(row.sample, []).append(row)
         for samples in groups.values():
             for rows in samples.values():

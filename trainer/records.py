@@ -24,7 +24,14 @@ from rl_async.configs.schema.algorithm import RULES
 from rl_async.errors import TrainerReplaced, UserError
 from rl_async.files import UNDECODABLE, append_durably, append_lines, last_line, replace_file, undamaged
 from rl_async.messages import Explanation, RowKey, RuleRun, Trajectory
-from rl_async.recording import TrainedRow, evaluation_file, forget_trained, trained_file, write_trajectories
+from rl_async.recording import (
+    TrainedRow,
+    evaluation_file,
+    forget_file,
+    forget_trained,
+    trained_file,
+    write_trajectories,
+)
 from rl_async.tracing import EPISODE
 from rl_async.trainer.algorithms.correction import Corrected
 from rl_async.trainer.algorithms.rows import Rows
@@ -222,7 +229,7 @@ class Recorder:
 
         def write() -> None:
             explanations = [explain(row, places[key], outcomes) for key, row in zip(keys, rows, strict=True)]
-            write_trajectories(file, rows, explanations)
+            write_trajectories(file, rows, explanations, batch.media)
             self._forget(batch.step)
 
         self._submit(write)
@@ -236,7 +243,7 @@ class Recorder:
         until = 0 if self._keep is None else max(0, step + 1 - self._keep)
         if until == self._forgotten + 1:
             for lineage in range(self._lineage + 1):
-                trained_file(self._folder, self._forgotten, lineage, self._rank).unlink(missing_ok=True)
+                forget_file(trained_file(self._folder, self._forgotten, lineage, self._rank))
         elif until > self._forgotten:
             forget_trained(self._folder, until)
         self._forgotten = until

@@ -19,6 +19,7 @@ GET /api/runs/RUN/timeline               ?from=T&to=T: the lanes between two tim
 GET /api/runs/RUN/choices                the values that filters may take, and the progress of the index
 GET /api/runs/RUN/trajectories           filters of queries.py, order, offset, limit: one page
 GET /api/runs/RUN/trajectories/KEY       one trajectory with everything about its tokens
+GET /api/runs/RUN/trajectories/KEY/SHA   an image that it shows, by its SHA-256
 GET /api/runs/RUN/groups/PARTITION-STEP-GROUP  ?sample=N: the conversations of a group, or of one sample
 GET /api/events                          server-sent events: the new state of each run that changed
 POST /api/runs/RUN/chat                  {conversation, text}: the parts of an answer of the run's policy, lines of JSON
@@ -59,6 +60,8 @@ from rl_async.insight.view.trajectories import TokenTexts, row_at, rows_in, stor
 from rl_async.process.http_auth import Access, App, Headers, Receive, Scope, Send
 from rl_async.process.http_server import application, read_body, server_of
 from rl_async.process.role import bind, heeded, watch_lifeline
+from rl_async.recording import read_images
+from rl_async.transfer_queue.images import mime_of
 
 CHAT = re.compile(r"/api/runs/[^/]+/chat")
 # The longest words to a policy, in bytes.
@@ -189,6 +192,7 @@ class ViewServer:
             "choices": self._choices,
             "trajectories": self._trajectories,
             "trajectories/{key}": self._trajectory,
+            "trajectories/{key}/{sha256}": self._image,
             "groups/{key}": self._group,
             "timeline": _timeline,
         }
@@ -227,7 +231,8 @@ class ViewServer:
         def on_thread(request: Request) -> Response:
             run = self._runs.named(request.path_params["run"])
             try:
-                return _json(answer(run, request))
+                found = answer(run, request)
+                return found if isinstance(found, Response) else _json(found)
             except UserError as error:
                 raise RequestRefused(str(error), code="damaged", status=409) from error
 
@@ -286,6 +291,14 @@ class ViewServer:
         step = found["step"] if found["partition"] == "train" else None
         tokenizer = tokenizer_of(run.folder, str(run.config().get("model.path", "")))
         return {**queries.listed(found), **story(row, step, tokenizer.decode), "problem": tokenizer.problem}
+
+    def _image(self, run: ViewedRun, request: Request) -> Response:
+        with self._indexer.of(run.folder).connect() as connection:
+            found = queries.row_of_key(connection, request.path_params["key"])
+        file, sha256 = run.folder / "trajectories" / found["file"], request.path_params["sha256"]
+        if (data := read_images(file, [sha256]).get(sha256)) is None:
+            raise RequestRefused(f"the image {sha256[:100]!r} was not recorded", code="no_image", status=404)
+        return Response(data, media_type=mime_of(data))
 
     def _group(self, run: ViewedRun, request: Request) -> Any:
         partition, *numbers = request.path_params["key"].split("-")

@@ -14,7 +14,7 @@ import msgspec
 
 from rl_async.files import undamaged
 from rl_async.insight.recorded_evaluations import number_of, prompt_of
-from rl_async.messages import Activity, Explanation, Sampling, Turn, VersionRun
+from rl_async.messages import Activity, Explanation, Media, Sampling, Turn, VersionRun
 from rl_async.recording import PARTIAL
 
 TOKENIZER = "tokenizer.json"
@@ -90,6 +90,7 @@ class RecordedRow(msgspec.Struct, dict=True):
     data_source: str = ""
     correction: Explanation | None = None
     activities: list[Activity] = []
+    media: list[Media] = []
 
     @cached_property
     def sampled(self) -> list[int]:

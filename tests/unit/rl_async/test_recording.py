@@ -8,16 +8,20 @@ import msgspec
 import numpy as np
 import pytest
 
-from rl_async.errors import ConfigError, ProtocolError
+from rl_async.errors import ConfigError, ProtocolError, UserError
 from rl_async.messages import Media
 from rl_async.recording import (
     Recording,
     evaluation_file,
     evaluations,
+    forget_trained,
+    images_file,
     is_whole,
     place_of,
+    read_images,
     read_trajectories,
     task_of,
+    trained_file,
     write_trajectories,
 )
 from rl_async.trainer.records import append_trained
@@ -139,6 +143,23 @@ def test_images_that_were_not_recorded_are_refused(tmp_path: Path) -> None:
     append_trained(tmp_path / "trained.jsonl", 0, 0, rows)
     with pytest.raises(ConfigError, match="images"):
         Recording(tmp_path).rows(0, rows[0].group_id)
+
+
+def test_images_are_recorded_once_and_deleted_with_their_step(tmp_path: Path) -> None:
+    image, other = Media.of(b"image", "image/png", 0), Media.of(b"other", "image/png", 2)
+    rows = [msgspec.structs.replace(row, media=[image, other]) for row in make_rows(0)]
+    file = trained_file(tmp_path, 0, 0, 0)
+    write_trajectories(file, rows, media={image.sha256: b"image", other.sha256: b"other"})
+    append_trained(tmp_path / "trained.jsonl", 0, 0, rows)
+    recording = Recording(tmp_path)
+    assert recording.rows(0, rows[0].group_id)
+    assert recording.images == {image.sha256: b"image", other.sha256: b"other"}
+    assert read_images(file, [other.sha256, "0" * 64]) == {other.sha256: b"other"}
+    images_file(file).write_bytes(b"no archive")
+    with pytest.raises(UserError, match="damaged"):
+        read_images(file, [image.sha256])
+    forget_trained(tmp_path, 1)
+    assert not any((tmp_path / "trajectories").iterdir())
 
 
 def test_experts_are_not_recorded(tmp_path: Path) -> None:

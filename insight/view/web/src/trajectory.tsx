@@ -83,7 +83,7 @@ function Shown({ name, place, trajectory }: { name: string; place: Place; trajec
           <Legend scale={scale} />
           <Strip tokens={tokens} scale={scale} chosen={chosen} choose={choose} />
         </div>
-        <Conversation trajectory={trajectory} scale={scale} chosen={chosen} choose={choose} />
+        <Conversation name={name} trajectory={trajectory} scale={scale} chosen={chosen} choose={choose} />
         <OverTime name={name} trajectory={trajectory} />
       </section>
       {chosen >= 0 && <Story trajectory={trajectory} at={chosen} close={close} />}
@@ -126,7 +126,7 @@ function Head({ name, trajectory, group }: { name: string; trajectory: Trajector
   );
 }
 
-function Conversation({ trajectory, scale, chosen, choose }: { trajectory: Trajectory; scale: Scale; chosen: number; choose: (at: number) => void }) {
+function Conversation({ name, trajectory, scale, chosen, choose }: { name: string; trajectory: Trajectory; scale: Scale; chosen: number; choose: (at: number) => void }) {
   const { tokens, turns } = trajectory;
   const spelled = tokens.text.some((text) => text !== null);
   const drawn = (from: number, to: number) => <TokenText tokens={tokens} from={from} to={to} scale={scale} chosen={chosen} choose={choose} />;
@@ -136,16 +136,21 @@ function Conversation({ trajectory, scale, chosen, choose }: { trajectory: Traje
       {drawn(from, to)}
     </details>
   );
+  const pictures = (from: number, to: number) =>
+    trajectory.media.filter(({ position }) => position >= from && position < to).map(({ sha256, position }) => (
+      <img key={position} class="picture" alt={`the image at token ${position}`} src={`/api/${runPath(name)}/trajectories/${keyOf(trajectory)}/${sha256}`} />
+    ));
   const covered = turns.some((turn) => turn.end > turn.start);
   return (
     <>
       {!spelled && tokens.id.length > 0 && <p class="quiet">{trajectory.problem || "The model's tokenizer was not found"}. Messages are shown as they were recorded, and tokens by their ids.</p>}
       {framesOf(turns).map((said, index) => {
         const [first, { start, end }] = [said[0]!, said[0]!];
-        if (said.length === 1 && spelled && end > start) return <TurnFrame key={index} turn={first}>{drawn(start, end)}</TurnFrame>;
+        if (said.length === 1 && spelled && end > start) return <TurnFrame key={index} turn={first}>{pictures(start, end)}{drawn(start, end)}</TurnFrame>;
         return (
           <article key={index} class={frameClass(first)}>
             {said.map((turn, at) => <Said key={at} turn={turn}><PlainText text={turn.text} /></Said>)}
+            {pictures(start, end)}
             {end > start && folded(start, end)}
           </article>
         );

@@ -177,7 +177,14 @@ export interface Tokens {
 }
 
 // A row of a list without its count of tokens, with everything that was recorded of it.
+export interface Medium {
+  sha256: string;
+  mime: string;
+  position: number; // of its first token
+}
+
 export interface Trajectory extends Omit<Row, "tokens" | "error" | "turns"> {
+  media: Medium[];
   tokens: Tokens;
   turns: Turn[];
   error: string;
