@@ -205,5 +205,5 @@ def without_bytes(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
 def shown(text: str, images: Sequence[bytes]) -> str:
     """Return a text with a description of each image in place of its MARK."""
     for image in images:
-        text = text.replace(MARK, f"[{mime_of(image).removeprefix('image/').upper()}, {len(image):,} bytes]", 1)
+        text = text.replace(MARK, f"[{mime_of(image)}, {len(image):,} bytes]", 1)
     return text

@@ -230,7 +230,7 @@ def _environment(t: Translation) -> None:
     keys = ("orchestrator.train.source", "orchestrator.train.env", "orchestrator.env")
     sources = next((found for key in keys if (found := _list(t, key))), [])
     if any(key.startswith("model.vlm.") for key in t.given):
-        t.missing.append("prompts with images (model.vlm); models read text alone")
+        t.missing.append("images of an environment of verifiers (model.vlm); give them in data or through the gateway")
     if not sources:
         t.put("reward.functions", [{"name": f"{FILL_IN}.py:reward"}], "orchestrator.train.source")
         t.unknown.append("data.path, agent.environment and reward.functions: no environment is named")

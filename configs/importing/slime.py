@@ -132,8 +132,9 @@ def write(file: Path, more: list[str]) -> str:
 
 def _missing(t: Translation) -> None:
     """Name the abilities that this run would need and that do not exist here."""
-    if keys := t.take("multimodal-keys"):
-        t.missing.append(f"prompts with images, videos or sound (multimodal-keys={keys}); models read text alone")
+    keys = t.take("multimodal-keys")
+    if keys and str(keys).replace(" ", "") != '{"image":"images"}':
+        t.missing.append(f"videos, sound or another column (multimodal-keys={keys}); name the column of images images")
     if t.take("use-opd"):
         if (kind := t.take("opd-type")) == "megatron":
             # slime adds the teacher's term to the advantages of the rewards.

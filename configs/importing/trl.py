@@ -182,7 +182,7 @@ def _trainer(t: Translation, program: Program) -> None:
     nodes = list(ast.walk(program.tree))
     media = any(isinstance(node, ast.Constant) and node.value in _MEDIA for node in nodes)
     if media or any(isinstance(node, ast.ImportFrom) and node.module == "PIL" for node in nodes):
-        t.missing.append("prompts with images or videos; models read text alone")
+        t.missing.append("prompts with images or videos; give images in a column images (docs/how-to/vision.md)")
     if not (calls := program.named(("GRPOTrainer",))):
         return
     arguments = {keyword.arg: keyword.value for keyword in calls[0].keywords if keyword.arg}

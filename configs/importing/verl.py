@@ -279,19 +279,20 @@ def write(file: Path, more: list[str]) -> str:
 
 
 # verl's whole YAMLs have these at their defaults, so that only a script or an argument that sets them says anything.
-_MEDIA = ("data.image_key", "data.video_key", "data.audio_key", "data.mm_files")
+_MEDIA = ("data.video_key", "data.audio_key", "data.mm_files")
 
 
 def _missing(t: Translation, chosen: Values) -> None:
     """Name the abilities that this run would need and that do not exist here."""
     media = [f"{key}={chosen[key]}" for key in _MEDIA if chosen.get(key) is not None]
-    media += [
-        f"data.train_files={files}" for files in [t.given.get("data.train_files")] if re.search(r"geo3k", str(files))
-    ]
     for key in _MEDIA:
         t.take(key)
     if media:
-        t.missing.append(f"prompts with images, videos or sound ({', '.join(media)}); models read text alone")
+        t.missing.append(f"prompts with videos or sound ({', '.join(media)}); models read text and images")
+    if (column := t.take("data.image_key", "images")) != "images":
+        t.missing.append(f"images in another column (data.image_key={column}); name the column images")
+    if t.take("actor_rollout_ref.actor.freeze_vision_tower"):
+        t.put("trainer.vision_learning_rate", 0.0, "actor_rollout_ref.actor.freeze_vision_tower")
     if t.take("distillation.enabled"):
         _distillation(t)
     if t.given.get(f"{ROLLOUT}.name") not in (None, "???", "vllm", "sglang"):

@@ -17,7 +17,7 @@ from rl_async.launcher.sources import data_files
 from rl_async.messages import Task
 from rl_async.transfer_queue.chat_messages import prompt_length
 from rl_async.transfer_queue.dataset import Rows, open_rows, templated, to_task
-from rl_async.transfer_queue.images import folder_of
+from rl_async.transfer_queue.images import folder_of, images_of, shown
 
 # Rows of a generated data set that are read, examples of tasks, and characters of a value that are shown.
 GENERATED = 1000
@@ -60,7 +60,7 @@ def inspect(part: DataSource, config: RunConfig | None = None) -> Iterator[str]:
         yield from _rendered(tasks, part.path, config)
     for task in tasks[:EXAMPLES]:
         yield f"--- {task.task_id}"
-        yield from (f"{message['role']}: {message['content']}" for message in task.prompt)
+        yield from (f"{m['role']}: {shown(m['content'], m.get('images', ()))}" for m in task.prompt)
         yield f"ground_truth: {task.ground_truth}"
 
 
@@ -124,6 +124,9 @@ def _described(tasks: Sequence[Task]) -> Iterator[str]:
     different = len({msgspec.json.encode(task.prompt) for task in tasks})
     lengths = sorted(sum(len(message["content"]) for message in task.prompt) for task in tasks)
     yield f"rows are tasks, with {different:,} different prompts"
+    if images := [len(images_of(task.prompt)) for task in tasks if images_of(task.prompt)]:
+        size = sum(len(image) for task in tasks for image in images_of(task.prompt))
+        yield f"images: {sum(images):,} in {len(images):,} prompts, at most {max(images)} in one, {size:,} bytes in all"
     yield f"prompt characters: shortest {lengths[0]}, median {lengths[len(lengths) // 2]}, longest {lengths[-1]}"
     yield f"data_source: {_counts(task.data_source or '(none)' for task in tasks)}"
     yield f"agent_name: {_counts(task.agent or '(the config decides)' for task in tasks)}"
@@ -152,5 +155,6 @@ def _rendered(tasks: Sequence[Task], path: str, config: RunConfig) -> Iterator[s
     if config.agent.gateway is None:
         check_prompts(((f"{path}, row {n}, column prompt", task) for n, task in enumerate(tasks)), lambda: chat)
     token_ids = chat.prompt(tasks[0].prompt, [*schemas.values()])
+    token_ids, _ = chat.expand(token_ids, tasks[0].prompt)
     yield f"the first prompt as the policy reads it, {len(token_ids)} tokens:"
     yield str(tokenizer.decode(token_ids))

@@ -145,11 +145,18 @@ def test_verls_overlong_penalty_is_found_wherever_it_was(tmp_path: Path, section
     assert found["algorithm.shaping.overlong.cache_tokens"] == 512
 
 
+def test_a_script_with_images_is_translated(tmp_path: Path) -> None:
+    images = ["data.image_key=images", "data.train_files=/data/geo3k/train.parquet"]
+    found = ours(tmp_path, "verl", "run.sh", VERL, *images, f"{ACTOR}.freeze_vision_tower=true")
+    assert found["data.path"] == "/data/geo3k/train.parquet"
+    assert found["trainer.vision_learning_rate"] == 0.0
+
+
 @pytest.mark.parametrize(
     "given",
     [
-        ["data.image_key=images"],
-        ["data.train_files=/data/geo3k/train.parquet"],
+        ["data.image_key=pictures"],
+        ["data.video_key=videos"],
         [*TEACHER, "distillation.teacher_models.second.model_path=org/Other"],
         [*TEACHER, f"{DISTIL}.use_policy_gradient=false", f"{DISTIL}.loss_mode=k3"],
         [f"{ROLLOUT}.name=trtllm"],
