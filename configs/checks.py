@@ -27,6 +27,7 @@ from rl_async.configs.derived import (
     redis_of,
     slack,
     weight_at,
+    why_adapters_are_not_loaded,
 )
 from rl_async.configs.engines import ENGINES, PARALLEL
 from rl_async.configs.schema.algorithm import ShapingConfig
@@ -78,7 +79,7 @@ def _abilities(c: RunConfig) -> str | None:
                 f"{traits.title} receives weights by {', '.join(traits.transports)}"
             )
         for option in ("delta", "staged", "adapters"):
-            if getattr(sync, option) and not traits.holds_weights:
+            if getattr(sync, option) in (True, "add") and not traits.holds_weights:
                 return (
                     f"rollout.engine={kind} does not go with weight_sync.{option}, which needs engines that keep a "
                     f"copy of the weights; {traits.title} keeps none"
@@ -504,12 +505,14 @@ def options(c: RunConfig) -> str | None:
     sync = c.weight_sync
     if sync.folder and sync.transport != "disk":
         return "weight_sync.folder is only used by weight_sync.transport=disk; set both, or leave it out"
-    if sync.adapters and c.trainer.lora is None:
-        return "weight_sync.adapters sends the adapters of trainer.lora; set both, or leave it out"
+    if sync.adapters != "auto" and c.trainer.lora is None:
+        return "weight_sync.adapters is for the adapters of trainer.lora; set both, or leave it out"
     if c.trainer.lora is not None and c.trainer.vision_learning_rate:
         return "trainer.lora trains adapters of the language model alone; leave trainer.vision_learning_rate out"
-    if sync.adapters and sync.delta:
+    if sync.adapters in ("load", "add") and sync.delta:
         return "weight_sync.delta saves nothing with weight_sync.adapters, which change entirely; use one of them"
+    if sync.adapters == "load" and (why := why_adapters_are_not_loaded(c)):
+        return f"weight_sync.adapters=load: {why}; use add or merge"
     if sync.staged and c.mode == "colocated":
         return "weight_sync.staged lets engines decode meanwhile, but with --mode colocated they sleep; leave it out"
     if sync.waves > c.rollout.engines:

@@ -181,8 +181,35 @@ def sends_shards(config: RunConfig) -> bool:
 
     Otherwise rank 0 gathers whole tensors, which deltas and adapters are made from, and sends them.
     """
-    sync = config.weight_sync
-    return not (sync.delta or sync.adapters) and all(traits.takes_slices for traits in engine_traits(config).values())
+    whole = config.weight_sync.delta or adapter_way(config) != "merge"
+    return not whole and all(traits.takes_slices for traits in engine_traits(config).values())
+
+
+def adapter_way(config: RunConfig) -> Literal["load", "add", "merge"]:
+    """Return what ``weight_sync.adapters`` means in this run, which is merge without ``trainer.lora``."""
+    way = config.weight_sync.adapters
+    if config.trainer.lora is None:
+        return "merge"
+    if way == "auto":
+        return "merge" if config.weight_sync.delta or why_adapters_are_not_loaded(config) else "load"
+    return way
+
+
+def why_adapters_are_not_loaded(config: RunConfig) -> str:
+    """Return why the run's engines cannot compute adapters beside their own weights; empty if they can."""
+    rollout, lora = config.rollout, config.trainer.lora
+    for kind, traits in engine_traits(config).items():
+        if not traits.loads_adapters:
+            return f"rollout.engine={kind} does not load adapters here"
+        if lora is not None and traits.adapter_ranks and lora.rank > traits.adapter_ranks[-1]:
+            return f"{traits.title} takes ranks up to {traits.adapter_ranks[-1]}, and trainer.lora.rank={lora.rank}"
+    if config.mode == "colocated" or config.trainer.lend_devices:
+        return "engines on the trainer's devices drop the base in their sleep"
+    if rollout.quantization != "none":
+        return f"rollout.quantization={rollout.quantization} rounds the base, whose adapters were not trained for that"
+    if rollout.expert_parallel > 1:
+        return "it has not been tried with rollout.expert_parallel"
+    return ""
 
 
 def is_loopback(host: str) -> bool:

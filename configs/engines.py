@@ -41,7 +41,10 @@ class EngineTraits:
         cpu_quantized_experts: Whether it quantises mixtures of experts on a CPU, too.
         transports: The transports that its weights may come by.
         meets_in_files: Whether it can join a group whose store is a file; otherwise the store has an address.
-        holds_weights: Whether it can keep a host copy of weights; weight_sync.delta, .staged and .adapters need one.
+        holds_weights: Whether it can keep a host copy of weights, for weight_sync.delta, .staged and .adapters=add.
+        loads_adapters: Whether it can compute LoRA adapters beside weights that it loads from its model's folder.
+        adapter_flags: Flags for that; the last one's value is the smallest of ``adapter_ranks`` that suffices.
+        adapter_ranks: Ranks that it can be prepared for, ascending; empty if any.
         takes_slices: Whether it takes parts of tensors, from several trainer ranks; otherwise whole ones, from one.
         reports_sleep: Whether it reports sleep, as --mode colocated needs to move the deadlines of requests meanwhile.
         reports_pause: Whether it has the route ``GET /is_paused``.
@@ -78,6 +81,9 @@ class EngineTraits:
     transports: tuple[str, ...] = ("nearest", "gloo", "nccl", "ipc", "disk")
     meets_in_files: bool = True
     holds_weights: bool = True
+    loads_adapters: bool = True
+    adapter_flags: tuple[str, ...] = ()
+    adapter_ranks: tuple[int, ...] = ()
     takes_slices: bool = True
     reports_sleep: bool = True
     reports_pause: bool = True
@@ -107,6 +113,8 @@ class EngineTraits:
             return "use rollout.cache_bytes"
         if any(flag in flags for flags in self.quantization.values()):
             return "use rollout.quantization"
+        if flag in self.adapter_flags:
+            return "use trainer.lora and weight_sync.adapters"
         return "it would break training" if flag in {"--host", *self.fixed_flags, *self.refused_flags} else ""
 
 
@@ -160,7 +168,7 @@ VLLM = EngineTraits(
         "--middleware": "rl_async.process.http_auth.RequireToken",
     },
     refused_flags=(
-        *("--api-key", "--quantization", "-q", "--enable-lora"),
+        *("--api-key", "--quantization", "-q", "--lora-modules", "--max-loras", "--lora-target-modules"),
         *("-tp", "-pp", "--data-parallel-size", "-dp", "--nnodes"),
         # Without its metrics nobody knows an engine's load.
         "--disable-log-stats",
@@ -174,6 +182,8 @@ VLLM = EngineTraits(
     cpu_quantized_experts=False,
     sleep_flags=("--enable-sleep-mode",),
     memory_flags={"--kv-cache-memory-bytes": "cache_bytes", "--gpu-memory-utilization": "share"},
+    adapter_flags=("--enable-lora", "--max-lora-rank"),
+    adapter_ranks=(1, 8, 16, 32, 64, 128, 256, 320, 512),
     cpu_sleeps=False,
     route_flags=("--enable-return-routed-experts",),
     expert_flags=("--enable-expert-parallel",),
@@ -222,6 +232,7 @@ SGLANG = EngineTraits(
     transports=("gloo", "nccl"),
     meets_in_files=False,
     holds_weights=False,
+    loads_adapters=False,
     takes_slices=False,
     reports_sleep=False,
     reports_pause=False,

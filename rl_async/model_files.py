@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import xxhash
 
 from rl_async.errors import UserError
 from rl_async.files import UNDECODABLE
 
-INDEX = "model.safetensors.index.json"
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# A file is read for its digest in blocks of this size.
+BLOCK_BYTES = 2**22
 # Bytes, as in the format's own library.
 MOST_HEADER = 100_000_000
 
@@ -102,6 +105,44 @@ def mixers_of(model: Any) -> list[Any]:
     """List the modules of a Hugging Face model that carry a state from token to token."""
     kind = MIXERS.get(model.config.model_type)
     return [module for module in model.modules() if type(module).__name__ == kind]
+
+
+class FileDigest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Size of a file in bytes and its xxh3-128 in hex."""
+
+    bytes: int
+    xxh3: str
+
+
+def digest(path: Path) -> FileDigest:
+    """Return size and checksum of a file, read in blocks."""
+    state, size = xxhash.xxh3_128(), 0
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            state.update(block)
+            size += len(block)
+    return FileDigest(size, state.hexdigest())
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a model's weights as Transformers finds them: one, or those of an index.
+
+    Raises ValueError if there are none.
+    """
+    if (folder / ONE_FILE).is_file():
+        return [folder / ONE_FILE]
+    if not (folder / INDEX).is_file():
+        raise ValueError(f"no {ONE_FILE} or {INDEX} in {folder}; save the model in the safetensors format")
+    return [folder / name for name in indexed_files(folder / INDEX)]
+
+
+def weights_name(folder: Path) -> str:
+    """Return a name for the weights in a model's folder, made of the digests of their files, which it reads.
+
+    Raises ValueError if there are none, and OSError if a file cannot be read.
+    """
+    digests = [digest(file) for file in weight_files(folder)]
+    return f"files-{xxhash.xxh3_128_hexdigest(msgspec.json.encode(digests))}"
 
 
 def experts_of(config: Any) -> int:

@@ -47,7 +47,6 @@ from typing import NamedTuple
 import msgspec
 import torch
 import torch.distributed as dist
-import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -59,6 +58,7 @@ from rl_async.concurrency import in_daemon_thread
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import CheckpointDamaged, CheckpointFailed, RlAsyncError, TrainerReplaced
 from rl_async.files import UNDECODABLE, force_to_disk, make_durable_folder
+from rl_async.model_files import FileDigest, digest
 from rl_async.trainer.backend import Backend
 from rl_async.trainer.pretrained import own_part, read_part
 from rl_async.weight_sync.experts import ExpertPart, expert_parts, published
@@ -646,24 +646,6 @@ def write_tensors(
 
 
 MANIFEST = "manifest.json"
-BLOCK_BYTES = 2**22
-
-
-class FileDigest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Size of a file in bytes and its xxh3-128 in hex."""
-
-    bytes: int
-    xxh3: str
-
-
-def digest(path: Path) -> FileDigest:
-    """Return size and checksum of a file, read in blocks."""
-    state, size = xxhash.xxh3_128(), 0
-    with path.open("rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            state.update(block)
-            size += len(block)
-    return FileDigest(size, state.hexdigest())
 
 
 def files_in(folder: Path) -> list[str]:

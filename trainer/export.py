@@ -21,13 +21,11 @@ from transformers import AutoTokenizer
 from rl_async.configs.schema.trainer import LoraConfig
 from rl_async.errors import CheckpointDamaged, UserError
 from rl_async.files import GENERATION_CONFIG, UNDECODABLE, written_whole
-from rl_async.model_files import read_object
+from rl_async.model_files import FileDigest, digest, read_object
 from rl_async.trainer.checkpoints import (
     MOMENT,
-    FileDigest,
     StoredShards,
     damage_of,
-    digest,
     list_checkpoints,
     write_tensors,
     write_whole,

@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from rl_async.errors import UserError
-from rl_async.model_files import INDEX, indexed_files
+from rl_async.model_files import weight_files
 
 
 def own_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
@@ -44,7 +44,6 @@ def read_part(path: Path | str, name: str, part: tuple[slice, ...]) -> Tensor:
         return file.get_slice(name)[part] if part else file.get_tensor(name)
 
 
-ONE_FILE = "model.safetensors"
 # The number of missing tensors that an error lists.
 NAMED = 3
 
@@ -97,16 +96,8 @@ class StoredWeights:
         return read_part(self._files[name], name, part)
 
     def _paths(self) -> list[Path]:
-        """List the files as Transformers finds them: one whole, or those of an index."""
-        if (self.folder / ONE_FILE).is_file():
-            return [self.folder / ONE_FILE]
-        index = self.folder / INDEX
-        if not index.is_file():
-            raise UserError(
-                f"{self.key}: no {ONE_FILE} or {INDEX} in {self.folder}; save the model in the safetensors format"
-            )
         try:
-            return [self.folder / name for name in indexed_files(index)]
+            return weight_files(self.folder)
         except (OSError, ValueError) as error:
             raise UserError(f"{self.key}: {error}") from error
 

@@ -65,19 +65,21 @@ class WeightSource(Protocol):
 class GatheredWeights:
     """Gathers whole tensors in buckets on rank 0, as deltas, adapters and SGLang need them.
 
-    With ``lora`` it gathers adapters, and once their base, which is kept for engines that do not hold it.
+    With ``lora`` it gathers adapters, and once their base, which is kept for engines that do not hold it. Engines that
+    loaded the base by themselves, named ``own_base``, get nothing but adapters.
     """
 
-    def __init__(self, gathering: Gathering, lora: LoraConfig | None = None) -> None:
-        self._gathering, self._lora = gathering, lora
+    def __init__(self, gathering: Gathering, lora: LoraConfig | None = None, own_base: str = "") -> None:
+        self._gathering, self._lora, self._own_base = gathering, lora, own_base
         self._base: list[Bucket] | None = None
 
     def __call__(self, version: Version, backend: Backend) -> Weights:
         if self._lora is None:
             return self._gathering.buckets(backend.sharded_weights())
-        if self._base is None:
+        if self._base is None and not self._own_base:
             self._base = [bucket.offloaded() for bucket in self._gathering.buckets(backend.sharded_weights("base"))]
-        return self._base + as_adapters(self._gathering.buckets(backend.sharded_weights("adapters")), self._lora.scale)
+        learned = self._gathering.buckets(backend.sharded_weights("adapters"))
+        return [*(self._base or ()), *as_adapters(learned, self._lora.scale, self._own_base)]
 
     def keep(self, *, stays: bool) -> None:
         """Do nothing: the buckets are copies."""

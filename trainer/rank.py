@@ -18,12 +18,13 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from rl_async import tracing
-from rl_async.configs.derived import engine_traits, resolve_transport, sends_shards
+from rl_async.configs.derived import adapter_way, engine_traits, resolve_transport, sends_shards
 from rl_async.configs.load import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.errors import UserError
 from rl_async.files import drop_torn_lines
+from rl_async.model_files import weights_name
 from rl_async.process.http_auth import run_token
 from rl_async.process.http_server import exposed
 from rl_async.process.private_folder import RENDEZVOUS, require_private
@@ -264,7 +265,9 @@ def _weight_source(run: Run, host: str, store: dist.Store) -> Iterator[WeightSou
     if not sends_shards(config):
         wire = PointToPoint(dist.PrefixStore("gathering", store), device=run.models.policy.device)
         gathering = Gathering(wire, run.rank, sync.bucket_bytes, timeout_s, place)
-        yield GatheredWeights(gathering, config.trainer.lora if sync.adapters else None)
+        way = adapter_way(config)
+        lora = config.trainer.lora if way != "merge" else None
+        yield GatheredWeights(gathering, lora, weights_name(Path(config.model.path)) if way == "load" else "")
         return
     outlet = Outlet(run.rank, sync, host, timeout_s, place, _meeting(config, host))
     token = run_token(run.folder, "ranks")

@@ -353,9 +353,11 @@ def dtype_of(name: str) -> torch.dtype:
 def numbered(buckets: Sequence[Bucket], version: Version, hold: Hold) -> Sequence[Bucket]:
     """Return ``buckets`` labelled for engines that keep them; the bytes are shared with the originals.
 
-    Engines always keep adapters and the base they belong to, and load them once both are complete.
+    Engines always keep adapters and a base that was sent for them, and load them once both are complete.
     """
     added = adapter_buckets(buckets)
+    if added and added[0].info.base:
+        return _labelled(added, str(version), "stage", base=added[0].info.base)
     if added:
         base = [bucket for bucket in buckets if bucket.info.kind != "adapter"]
         # A name for these weights alone, never that of a version.
@@ -467,9 +469,12 @@ def add(weight: Tensor, low: Tensor, high: Tensor, scale: float) -> Tensor:
     return result
 
 
-def as_adapters(buckets: Iterable[Bucket], scale: float) -> list[Bucket]:
-    """Mark buckets as holding matrices A and B, scaled by ``scale`` (alpha / rank)."""
-    return [replace(b, info=msgspec.structs.replace(b.info, kind="adapter", scale=scale)) for b in buckets]
+def as_adapters(buckets: Iterable[Bucket], scale: float, base: str = "") -> list[Bucket]:
+    """Mark buckets as holding matrices A and B, whose product counts ``scale`` times.
+
+    ``base`` names the weights that engines loaded by themselves; without it the base is sent along.
+    """
+    return [replace(b, info=msgspec.structs.replace(b.info, kind="adapter", scale=scale, base=base)) for b in buckets]
 
 
 def adapter_buckets(buckets: Iterable[Bucket]) -> list[Bucket]:
@@ -477,20 +482,24 @@ def adapter_buckets(buckets: Iterable[Bucket]) -> list[Bucket]:
     return [bucket for bucket in buckets if bucket.info.kind == "adapter"]
 
 
-class AdapterSum:
-    """Adds adapters to the pieces of a base, on ``device``. Raises WeightSyncError for an A without its B, or a B
-    alone.
-    """
+# A [rank, in] and B [out, rank] by the name of their layer.
+Pairs = Mapping[str, tuple[Tensor, Tensor]]
 
-    def __init__(self, named: Mapping[str, Tensor], scale: float, device: torch.device) -> None:
+
+def paired(named: Mapping[str, Tensor]) -> Pairs:
+    """Return the adapters by layer. Raises WeightSyncError for an A without its B, or a B alone."""
+    layers = sorted({name.removesuffix(LOW).removesuffix(HIGH) for name in named})
+    if unpaired := named.keys() ^ {layer + ending for layer in layers for ending in (LOW, HIGH)}:
+        raise WeightSyncError(f"adapters must come in pairs of A and B; unpaired: {', '.join(sorted(unpaired)[:4])}")
+    return {layer: (named[layer + LOW], named[layer + HIGH]) for layer in layers}
+
+
+class AdapterSum:
+    """Adds adapters to the pieces of a base, on ``device``."""
+
+    def __init__(self, pairs: Pairs, scale: float, device: torch.device) -> None:
         self._scale, self._device = scale, device
-        here = {name: tensor.to(device) for name, tensor in named.items()}
-        layers = {name.removesuffix(LOW).removesuffix(HIGH) for name in here}
-        if unpaired := here.keys() ^ {layer + ending for layer in layers for ending in (LOW, HIGH)}:
-            raise WeightSyncError(
-                f"adapters must come in pairs of A and B; unpaired: {', '.join(sorted(unpaired)[:4])}"
-            )
-        self._pairs = {f"{layer}.weight": (here[layer + LOW], here[layer + HIGH]) for layer in layers}
+        self._pairs = {f"{layer}.weight": (low.to(device), high.to(device)) for layer, (low, high) in pairs.items()}
         self._unused = set(self._pairs)
 
     def __call__(self, pieces: Sequence[Piece]) -> list[Piece]:

@@ -228,9 +228,11 @@ class Fleet:
         addressed = numbered(weights, version, self._hold)
         if self._version not in (None, version):
             base, old = self._version, self._buckets
-            if added := adapters.adapter_buckets(addressed):
+            added = adapters.adapter_buckets(addressed)
+            # Adapters beside the engines' own base are everything that there is to send.
+            if 0 < len(added) < len(addressed):
                 self._base, self._deltas = base, added
-            elif self._sync.delta:
+            elif self._sync.delta and not added:
                 self._deltas = await _in_thread(lambda: list(deltas(addressed, old, str(base))))
                 self._base = base
         self._version, self._buckets, self._shards = version, addressed, None

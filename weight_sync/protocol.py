@@ -71,7 +71,7 @@ class UpdateInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     A ``delta`` travels as ``payload_bytes`` bytes and turns the bucket of version ``base``, which the engine holds,
     into this one; an engine that holds another version refuses it. ``finish`` adds an ``adapter`` times ``scale`` to
-    the weights ``base``; an engine without a copy of those refuses it.
+    the weights ``base``, or loads it beside them; an engine that has others, or no copy to add to, refuses it.
 
     A piece is a run of a parameter's elements, or a list of boxes of it, one after another. If several trainer
     ranks send pieces of the same parameters at the same time, ``sources`` has an entry for each; if the workers of the

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +18,16 @@ from torch import Tensor
 from rl_async.concurrency import run_in_threads
 from rl_async.errors import WeightSyncError
 from rl_async.torch_shared import settle
-from rl_async.weight_sync.buckets import AdapterSum, Piece, apply_delta, unpack, verify
+from rl_async.weight_sync.buckets import AdapterSum, Pairs, Piece, apply_delta, paired, unpack, verify
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 from rl_async.weight_sync.transports.interface import TRANSPORTS, Receiver
+
+
+class AdapterLoader(NamedTuple):
+    """An engine that computes adapters beside weights of its own: ``base`` names these, ``load`` takes the adapters."""
+
+    base: Callable[[], str]
+    load: Callable[[Pairs, float], None]
 
 
 class WeightReceiver:
@@ -28,12 +36,19 @@ class WeightReceiver:
     Several trainer ranks may send at the same time, each a bucket of its own; the pieces of all of them are loaded
     together, those of one parameter after one another. ``load`` gets views that are valid only during the call, so it
     must copy. A bucket with ``hold: stage`` is not loaded before ``finish``, which also adds adapters to their base, on
-    ``device``. All methods block and raise WeightSyncError; call them in a thread, one at a time. An engine whose
-    update failed holds mixed weights until the next complete update.
+    ``device``. An engine with an ``adapters`` loader gets them there instead, and takes nothing else.
+
+    All methods block and raise WeightSyncError; call them in a thread, one at a time. An engine whose update failed
+    holds mixed weights until the next complete update.
     """
 
-    def __init__(self, load: Callable[[list[Piece]], None], device: str | torch.device = "cpu") -> None:
-        self._load, self._device = load, torch.device(device)
+    def __init__(
+        self,
+        load: Callable[[list[Piece]], None],
+        device: str | torch.device = "cpu",
+        adapters: AdapterLoader | None = None,
+    ) -> None:
+        self._load, self._device, self._loader = load, torch.device(device), adapters
         # One for each rank that sends.
         self._transports: list[Receiver] = []
         self._retained, self._adapters = [RetainedBuckets()], RetainedBuckets()
@@ -59,7 +74,9 @@ class WeightReceiver:
             raise WeightSyncError(
                 f"buckets of {len(infos)} senders were announced to an engine that has joined {len(self._transports)}"
             )
-        if infos[0].kind == "adapter":
+        if self._loader is not None:
+            self._require_own_base(infos[0], self._loader.base())
+        elif infos[0].kind == "adapter":
             self._retained[0].require(infos[0].base, f"cannot take adapters for {infos[0].base}")
         while len(self._retained) < len(infos):
             self._retained.append(RetainedBuckets())
@@ -84,7 +101,10 @@ class WeightReceiver:
             return
         named: dict[str, Tensor] = {}
         self._adapters.load(staged.version, Assembler(named.update))
-        add = AdapterSum(named, staged.scale, self._device)
+        if self._loader is not None:
+            self._loader.load(paired(named), staged.scale)
+            return
+        add = AdapterSum(paired(named), staged.scale, self._device)
         self._retained[0].load(staged.base, lambda pieces: self._load(add(pieces)))
         add.require_all_used()
 
@@ -92,6 +112,17 @@ class WeightReceiver:
         """Leave the transfer; an engine can join another one later."""
         while self._transports:
             self._transports.pop().close()
+
+    @staticmethod
+    def _require_own_base(info: UpdateInfo, own: str) -> None:
+        """Raise WeightSyncError unless adapters for the engine's own weights arrive."""
+        if info.kind != "adapter":
+            raise WeightSyncError("this engine loads adapters beside its own weights, and takes no other weights")
+        if info.base != own:
+            raise WeightSyncError(
+                f"cannot take adapters for {info.base}: this engine has loaded {own}; model.path must hold the same "
+                "files for trainer and engines"
+            )
 
     def _take(self, number: int, info: UpdateInfo) -> Tensor:
         """Receive and verify the bucket of one sender; return its bytes, uint8[nbytes], valid until the next bucket."""

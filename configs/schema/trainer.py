@@ -96,7 +96,7 @@ class TrainerConfig(Config, frozen=True):
         ),
     ] = "auto"
     lora: Annotated[
-        LoraConfig | None, doc("fsdp2: train only low-rank adapters; needs PEFT. Engines get the merged weights.")
+        LoraConfig | None, doc("fsdp2: train only low-rank adapters; needs PEFT. See weight_sync.adapters.")
     ] = None
     grad_clip: Annotated[float, Meta(gt=0, description="Gradient norm is clipped to this.")] = 1.0
     weight_decay: Annotated[float, Meta(ge=0, description="AdamW weight decay.")] = 0.0
@@ -188,9 +188,13 @@ class WeightSyncConfig(Config, frozen=True):
         bool, doc("Engines keep decoding while they receive and pause only to load. Engines keep one host copy.")
     ] = False
     adapters: Annotated[
-        bool,
-        doc("With trainer.lora: send only adapters; engines keep a host copy of the base weights to add them to."),
-    ] = False
+        Literal["auto", "load", "add", "merge"],
+        doc(
+            "With trainer.lora. load: engines read the base from model.path and compute adapters beside it; only "
+            "adapters travel. add: only adapters travel, too; engines add them to a host copy of the base. merge: "
+            "merged weights travel. auto: load where all engines can, else merge."
+        ),
+    ] = "auto"
     waves: Annotated[
         Positive, doc("Update engines in this many groups, one after another, so that the others keep decoding.")
     ] = 1

@@ -24,7 +24,14 @@ from typing import Any, get_args
 import msgspec
 
 from rl_async.configs.checks import data_parallel
-from rl_async.configs.derived import engine_kinds, reference_is_base, resolve_transport, sends_shards, warm_start_of
+from rl_async.configs.derived import (
+    adapter_way,
+    engine_kinds,
+    reference_is_base,
+    resolve_transport,
+    sends_shards,
+    warm_start_of,
+)
 from rl_async.configs.engines import ENGINES
 from rl_async.configs.schema.data import WarmStartConfig
 from rl_async.configs.schema.reward import RewardModelConfig
@@ -396,8 +403,8 @@ def engine_bytes(config: RunConfig, size: ModelSize | None, *, on_gpu: bool = Fa
         return None
     sync, rollout, each = config.weight_sync, config.rollout, DTYPE_BYTES[config.model.dtype]
     embedded = set(engine_kinds(config)) == {"embedded"}
-    # For deltas and adapters, each rank holds whole tensors.
-    copies = rollout.ranks if sync.delta or sync.adapters else sync.staged
+    # For deltas and adapters to add, each rank holds whole tensors.
+    copies = rollout.ranks if sync.delta or adapter_way(config) == "add" else sync.staged
     output = size.head * 4 if embedded and each < 4 and not on_gpu else 0
     cache = cache_bytes(config, size, embedded=embedded, on_gpu=on_gpu) * rollout.ranks
     travels = size.parameters * each
@@ -551,7 +558,9 @@ def _trainer(config: RunConfig, size: ModelSize, place: Place) -> _Stages:
     copy = size.parameters * DTYPE_BYTES[config.model.dtype]
     bucket = min(config.weight_sync.bucket_bytes, copy)
     sharded = sends_shards(config)
-    mine = copy // config.trainer.ranks if sharded else copy if place.process.endswith("-0") else 0
+    # Adapters are small.
+    gathers = place.process.endswith("-0") and adapter_way(config) != "load"
+    mine = copy // config.trainer.ranks if sharded else copy if gathers else 0
     here = mine > 0 and (not on_gpu or transport in ("ipc", "nccl"))
     published: dict[Part, int] = {"published": mine} if here else {}
     if on_gpu and transport == "ipc":
@@ -594,6 +603,7 @@ def _engine(config: RunConfig, size: ModelSize, place: Place) -> _Stages:
     An embedded engine loads all weights before it quantises any, and then its cache grows with its requests.
     """
     on_gpu, traits, sync = bool(place.gpus), ENGINES[place.kind], config.weight_sync
+    adds = adapter_way(config) == "add"
     # Weights travel in the model's type, not quantised.
     weights = size.parameters * DTYPE_BYTES[config.model.dtype] // config.rollout.ranks
     embedded = not traits.package
@@ -605,11 +615,9 @@ def _engine(config: RunConfig, size: ModelSize, place: Place) -> _Stages:
     }
     if on_gpu:
         awake["activations"] = decoding_bytes(config, size)
-    elif sync.staged or sync.delta or sync.adapters:
+    elif sync.staged or sync.delta or adds:
         # On a CPU the host copies are in the same memory.
-        awake["published"] = (
-            weights if sync.staged and not (sync.delta or sync.adapters) else weights * config.rollout.ranks
-        )
+        awake["published"] = weights if sync.staged and not (sync.delta or adds) else weights * config.rollout.ranks
     start: dict[Part, int] = {part: n for part, n in awake.items() if part != "KV cache" or not embedded}
     if embedded:
         start["weights"] = weights + output

@@ -21,6 +21,7 @@ from rl_async.accelerators import select_devices
 from rl_async.configs.checks import plays_itself
 from rl_async.configs.derived import (
     Transport,
+    adapter_way,
     engine_kinds,
     is_encrypted,
     lent_engines,
@@ -273,6 +274,9 @@ def _argv(
         argv += traits.route_flags
     if config.rollout.expert_parallel > 1:
         argv += traits.expert_flags
+    if config.trainer.lora is not None and traits.adapter_flags and adapter_way(config) == "load":
+        rank = config.trainer.lora.rank
+        argv += (*traits.adapter_flags, str(min(size for size in traits.adapter_ranks if size >= rank)))
     if config.rollout.quantization != "none":
         argv += traits.quantization[config.rollout.quantization]
     return (config.rollout.python or argv[0], *argv[1:], *config.rollout.engine_args)

@@ -92,7 +92,7 @@ def without_training(config: RunConfig) -> RunConfig:
         rollout=msgspec.structs.replace(config.rollout, group_size=2, replay=""),
         queue=msgspec.structs.replace(config.queue, max_staleness=0),
         trainer=TrainerConfig(steps=1, minibatches=1, batch_timeout_s=config.trainer.batch_timeout_s),
-        weight_sync=msgspec.structs.replace(config.weight_sync, every=1, adapters=False),
+        weight_sync=msgspec.structs.replace(config.weight_sync, every=1, adapters="auto"),
     )
 
 

@@ -11,27 +11,30 @@ import itertools
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
+from types import MappingProxyType
 from typing import Literal, TypeVar
 
 import torch
 import xxhash
-from torch import nn
+from torch import Tensor, nn
 
 from rl_async.errors import DataError, EngineLost, EngineRejected, SchemaRejected, WeightSyncError
 from rl_async.messages import Version, VersionRun
 from rl_async.pictures import PictureProcessor
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult, Heard
+from rl_async.rollout_server.embedded.adapters import Adapters
 from rl_async.rollout_server.embedded.core import EngineCore, Sequence
 from rl_async.rollout_server.embedded.quantized import Requantizer, named_scales
 from rl_async.rollout_server.embedded.vision import place
 from rl_async.torch_shared import give_back
-from rl_async.weight_sync.buckets import Piece
+from rl_async.weight_sync.buckets import Pairs, Piece
 from rl_async.weight_sync.experts import single
 
 T = TypeVar("T")
 log = logging.getLogger("rl_async.engine")
+NO_ADAPTERS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class EngineThread:
@@ -45,6 +48,7 @@ class EngineThread:
         self.paused = False
         self._weights_changed = False
         self._requantizer = Requantizer(core.model)
+        self._adapters = Adapters(core.model)
         self._cache_asleep = False
         # The shapes of the parameters while their memory is freed.
         self._shapes: dict[str, torch.Size] = {}
@@ -183,6 +187,23 @@ class EngineThread:
 
         self.call(action).result()
 
+    def load_adapters(self, pairs: Pairs, scale: float) -> None:
+        """Compute with these adapters beside the weights, in place of earlier ones; block until that is done.
+
+        Raises WeightSyncError for a layer that the model does not have, or a wrong shape.
+        """
+
+        def action() -> None:
+            self._adapters.load(pairs, scale)
+            self.core.weights_changed()
+            self._weights_changed = True
+
+        self.call(action).result()
+
+    def checksums(self) -> "concurrent.futures.Future[dict[str, str]]":
+        """Compute the checksums of the weights in use, with those of adapters."""
+        return self.call(lambda: checksums(self.core.model, self._adapters.named()))
+
     def set_version(self, version: str) -> "concurrent.futures.Future[None]":
         """Set the version that later tokens carry.
 
@@ -269,12 +290,12 @@ class EngineThread:
         return bool(self.core.running or self.core.waiting)
 
 
-def checksums(model: nn.Module) -> dict[str, str]:
-    """Return the xxh3_128 hash of each of a model's weights, by the name used in updates, and of scales."""
+def checksums(model: nn.Module, adapters: Mapping[str, Tensor] = NO_ADAPTERS) -> dict[str, str]:
+    """Return the xxh3_128 hash of each of a model's weights, by the name used in updates, of scales and of adapters."""
     scales = ((f"{name}.scales", tensor) for name, tensor in named_scales(model))
     return {
         name: xxhash.xxh3_128_hexdigest(p.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-        for name, p in itertools.chain(single(model.named_parameters()), scales)
+        for name, p in itertools.chain(single(model.named_parameters()), scales, adapters.items())
     }
 
 

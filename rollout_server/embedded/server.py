@@ -8,6 +8,7 @@ than everything else that the server does. Metrics have vLLM's names, so that cl
 
 import asyncio
 import base64
+import functools
 import io
 import itertools
 import logging
@@ -31,20 +32,20 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rl_async import tracing
 from rl_async.concurrency import to_the_end
-from rl_async.configs.derived import compute_type
+from rl_async.configs.derived import adapter_way, compute_type
 from rl_async.configs.load import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError, EngineLost, UserError, WeightSyncError
 from rl_async.files import UNDECODABLE
 from rl_async.messages import Sampling, Version
-from rl_async.model_files import read_object
+from rl_async.model_files import read_object, weights_name
 from rl_async.pictures import PictureProcessor
 from rl_async.process.http_auth import Access
 from rl_async.process.http_server import application, by_label, gauge, metrics_text, read_body, server_of, text_response
 from rl_async.process.role import bind
 from rl_async.rollout_server.api import PauseMode
 from rl_async.rollout_server.embedded.core import ATTENTION, EngineCore, Sequence, add_spans
-from rl_async.rollout_server.embedded.engine_thread import EngineThread, checksums
+from rl_async.rollout_server.embedded.engine_thread import EngineThread
 from rl_async.rollout_server.embedded.quantized import quantize_layers
 from rl_async.rollout_server.embedded.sampler import Grammars, Matcher
 from rl_async.rollout_server.embedded.vision import SERVED_WITH_IMAGES, PlacedImage, place
@@ -52,7 +53,7 @@ from rl_async.rollout_server.fence import LineageFence
 from rl_async.rollout_server.vllm.client import MIN_VERSION_HEADER, REQUEST_PREFIX, ImagePart
 from rl_async.torch_shared import is_out_of_memory, pick_device
 from rl_async.weight_sync.protocol import FinishUpdateBody, InitTransferBody, UpdateWeightsBody
-from rl_async.weight_sync.receiver import WeightReceiver
+from rl_async.weight_sync.receiver import AdapterLoader, WeightReceiver
 
 # A generate request, with its images, has at most this many bytes.
 MOST_BYTES = 1 << 27
@@ -273,11 +274,16 @@ def _error(status: int, message: str) -> Response:
 class EngineServer:
     """HTTP routes of one engine. ``app`` is the ASGI application."""
 
-    def __init__(self, engine: EngineThread, model_name: str) -> None:
-        """Serve ``engine``; ``model_name`` is the folder of its model and tokenizer."""
+    def __init__(self, engine: EngineThread, model_name: str, loads_adapters: bool = False) -> None:
+        """Serve ``engine``; ``model_name`` is the folder of its model and tokenizer.
+
+        An engine that ``loads_adapters`` keeps the weights of that folder and takes adapters alone.
+        """
         self.engine, self.model_name = engine, model_name
         self._grammars = Grammars(model_name, engine.core.vocab_size)
-        self._receiver = WeightReceiver(engine.load_weights, engine.core.device)
+        own = functools.cache(lambda: weights_name(Path(model_name)))
+        adapters = AdapterLoader(own, engine.load_adapters) if loads_adapters else None
+        self._receiver = WeightReceiver(engine.load_weights, engine.core.device, adapters)
         self._threads = torch.get_num_threads()
         self._update_active = False
         # Whether an update has begun to change weights and none has finished since.
@@ -496,8 +502,7 @@ class EngineServer:
 
     async def weight_checker(self, request: Request) -> Response:
         msgspec.json.decode(await read_body(request), type=CheckerBody)
-        current = await asyncio.wrap_future(self.engine.call(lambda: checksums(self.engine.core.model)))
-        return _json({"checksums": current})
+        return _json({"checksums": await asyncio.wrap_future(self.engine.checksums())})
 
     async def sleep(self, request: Request) -> Response:
         level = request.query_params.get("level", "1")
@@ -583,7 +588,7 @@ def serve(run: Path, index: int, host: str, port: int, cache_bytes: int | None) 
         pictures=PictureProcessor.load(config.model.path),
     )
     engine = EngineThread(core, on_crash=_crash)
-    server = EngineServer(engine, config.model.path)
+    server = EngineServer(engine, config.model.path, adapter_way(config) == "load")
     try:
         with tracing.traced(config.tracking.otlp_endpoint, run, f"engine-{index}"):
             server_of(server.app, access).run(sockets=[listener])

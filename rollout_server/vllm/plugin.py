@@ -24,7 +24,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    from rl_async.rollout_server.vllm import int8
+    from rl_async.rollout_server.vllm import adapters, int8
 
     if WEIGHT_TRANSFER not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
@@ -35,6 +35,7 @@ def register() -> None:
     _take_expanded_prompts()
     _process_images_with_pillow()
     int8.register()
+    adapters.register()
     if current_platform.is_cpu():
         _keep_weights_unpacked()
         _pack_experts_again()

@@ -19,6 +19,7 @@ from rl_async.configs.load import dump
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.rollout import Quantization, RolloutConfig
 from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.trainer import LoraConfig, TrainerConfig, WeightSyncConfig
 from rl_async.launcher.child_process import Lifeline
 from rl_async.launcher.plan.memory import model_size
 from rl_async.launcher.plan.planning import HOST, PortWish, hold_ports, plan
@@ -67,12 +68,14 @@ def running(
     ranks: Mapping[str, int] = ONE_RANK,
     quantization: Quantization = "none",
     dtype: Dtype = "float32",
+    lora: LoraConfig | None = None,
     forked: bool = True,
 ) -> Iterator[Peer]:
     """An engine of this kind, started as the launcher does; with ``eager`` vLLM compiles nothing, and starts sooner.
 
-    ``ranks`` are keys of ``rollout``, such as tensor_parallel. An embedded engine is ``forked``, which saves the import
-    of torch, but has the command line and the environment of the process that it was forked from.
+    ``ranks`` are keys of ``rollout``, such as tensor_parallel. With ``lora`` it loads adapters by itself. An embedded
+    engine is ``forked``, which saves the import of torch, but has the command line and the environment of the process
+    that it was forked from.
     """
     rollout = RolloutConfig(
         engine=kind,
@@ -83,7 +86,13 @@ def running(
         quantization=quantization,
         **ranks,
     )
-    config = RunConfig(model=ModelConfig(path=str(model), dtype=dtype), data=DataConfig(path="none"), rollout=rollout)
+    config = RunConfig(
+        model=ModelConfig(path=str(model), dtype=dtype),
+        data=DataConfig(path="none"),
+        rollout=rollout,
+        trainer=TrainerConfig(lora=lora),
+        weight_sync=WeightSyncConfig(adapters="load" if lora else "auto"),
+    )
     (folder / "config.yaml").write_text(dump(config))
     make_tokens(folder / "keys")
     spec = plan(config, folder, size=model_size(config)).engines[0]

@@ -39,13 +39,13 @@ USER = ["agent.environment=simulated_user", "agent.user={system: hi}"]
         ),
         (["rollout.engine=sglang", "weight_sync.delta=true"], ["rollout.engine=sglang", "weight_sync.delta"]),
         (
-            ["rollout.engine=sglang", "weight_sync.adapters=true"],
+            ["rollout.engine=sglang", "trainer.lora={}", "weight_sync.adapters=add"],
             ["rollout.engine=sglang", "weight_sync.adapters"],
         ),
-        (["weight_sync.adapters=true"], ["weight_sync.adapters", "trainer.lora"]),
+        (["weight_sync.adapters=load"], ["weight_sync.adapters", "trainer.lora"]),
         (["trainer.vision_learning_rate=1e-6", "trainer.lora={}"], ["trainer.vision_learning_rate", "trainer.lora"]),
         (
-            ["weight_sync.adapters=true", "weight_sync.delta=true", "trainer.lora={}"],
+            ["weight_sync.adapters=add", "weight_sync.delta=true", "trainer.lora={}"],
             ["weight_sync.delta", "weight_sync.adapters"],
         ),
         (

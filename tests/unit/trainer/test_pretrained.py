@@ -10,10 +10,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rl_async.errors import UserError
-from rl_async.model_files import INDEX
+from rl_async.model_files import INDEX, ONE_FILE
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.model import build_headed
-from rl_async.trainer.pretrained import ONE_FILE
 from tests.support.families import saved
 
 NORM = "model.layers.1.input_layernorm.weight"

@@ -11,10 +11,10 @@ import torch
 from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.errors import EngineError, EngineLost, QueueLost, WeightSyncError
 from rl_async.messages import EngineList, EngineRecord, Version
-from rl_async.weight_sync.buckets import Bucket
+from rl_async.weight_sync.buckets import Bucket, Pairs
 from rl_async.weight_sync.coordinator import Fleet, NoteStage
 from rl_async.weight_sync.protocol import Box, InitInfo, TransportName, UpdateInfo, of_worker
-from rl_async.weight_sync.receiver import Assembler, WeightReceiver
+from rl_async.weight_sync.receiver import AdapterLoader, Assembler, WeightReceiver
 from tests.support.weights import make_buckets
 
 V0, V1 = Version(0, 0), Version(0, 1)
@@ -23,7 +23,8 @@ V0, V1 = Version(0, 0), Version(0, 1)
 class Engine:
     """An engine over the real receiver, one for each of its workers.
 
-    ``faults`` maps a call, ``update 2`` say, to the error it raises, once; EngineLost kills the engine.
+    ``faults`` maps a call, ``update 2`` say, to the error it raises, once; EngineLost kills the engine. With ``base``
+    it loads adapters beside weights of that name; ``weights`` are then the scaled sums of each A and B.
     """
 
     def __init__(
@@ -31,8 +32,9 @@ class Engine:
         faults: Mapping[str, Exception] | None = None,
         workers: int = 1,
         needs: list[list[list[Box]]] | None = None,
+        base: str = "",
     ) -> None:
-        self.faults, self.needs = dict(faults or {}), needs
+        self.faults, self.needs, self.base = dict(faults or {}), needs, base
         self.of_workers: list[dict[str, float]] = [{} for _ in range(workers)]
         self.weights = self.of_workers[0]
         self.forget()
@@ -111,7 +113,15 @@ class Engine:
 
     def forget(self) -> None:
         """Lose what the workers hold, and their places in groups."""
-        self.receivers = [WeightReceiver(Assembler(_into(loaded))) for loaded in self.of_workers]
+        self.receivers = [
+            WeightReceiver(Assembler(_into(loaded)), adapters=self._loader(loaded)) for loaded in self.of_workers
+        ]
+
+    def _loader(self, loaded: dict[str, float]) -> AdapterLoader | None:
+        def load(pairs: Pairs, scale: float) -> None:
+            loaded.update((name, scale * (high @ low).sum().item()) for name, (low, high) in pairs.items())
+
+        return AdapterLoader(lambda: self.base, load) if self.base else None
 
     async def _each(self, work: Callable[[int, WeightReceiver], None]) -> None:
         await asyncio.gather(*(asyncio.to_thread(work, i, receiver) for i, receiver in enumerate(self.receivers)))

@@ -639,6 +639,42 @@ async def test_an_engine_that_holds_the_base_gets_adapters_alone_and_others_ever
     assert engine.weights == late.weights == {"a.weight": 16 * 7.0}
 
 
+def learned(value: float, base: str) -> list[Bucket]:
+    """The adapters of ``adapted``, for engines that loaded the base by themselves."""
+    return as_adapters([b for b in adapted(value) if b.info.kind == "adapter"], 2.0, base)
+
+
+async def test_engines_with_a_base_of_their_own_get_nothing_but_adapters_also_late_ones() -> None:
+    engine, restarted, late = Engine(base="files-1"), Engine(base="files-1"), Engine(base="files-1", workers=2)
+    directory = Directory(a=engine, b=restarted)
+    fleet = make_fleet(directory)
+    assert (await fleet.publish(V0, learned(1, "files-1"))).nbytes == 32
+    restarted.forget()
+    restarted.serves = None
+    directory.add("late", late)
+    report = await fleet.publish(V1, learned(2, "files-1"))
+    assert (sorted(report.engines), report.failures, report.nbytes) == (["a", "b", "late"], [], 2 * 32)
+    assert engine.kinds == restarted.kinds == ["adapter", "adapter"] and late.kinds == ["adapter"]
+    assert engine.weights == restarted.weights == {"a": 16 * 4.0}
+    assert late.of_workers == [{"a": 16 * 4.0}] * 2
+
+
+@pytest.mark.parametrize("wrong", ["another base", "whole weights"])
+async def test_an_engine_with_a_base_of_its_own_refuses_other_weights(wrong: str) -> None:
+    good, other = Engine(base="files-1"), Engine(base="files-2")
+    directory = Directory(a=good, b=other)
+    if wrong == "another base":
+        report = await make_fleet(directory).publish(V0, learned(1, "files-1"))
+        assert report.engines == ["a"]
+        assert (
+            "files-1" in report.failures[0] and "files-2" in report.failures[0] and "model.path" in report.failures[0]
+        )
+    else:
+        with pytest.raises(WeightSyncError, match="takes no other weights"):
+            await make_fleet(directory).publish(V0, buckets())
+    assert other.serves is None and other.weights == {}
+
+
 async def test_the_same_version_again_begins_with_its_base() -> None:
     engine = Engine()
     fleet = make_fleet(Directory(a=engine))

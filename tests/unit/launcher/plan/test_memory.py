@@ -253,13 +253,14 @@ def test_what_is_quantised_are_the_matrices_of_layers() -> None:
     assert size.parameters - size.matrices == 2 * 32000 * 4096 + 32 * 4096 * 8  # embeddings, last layer, routers
 
 
-@pytest.mark.parametrize("option", ["staged", "delta", "adapters"])
+@pytest.mark.parametrize("option", ["staged=true", "delta=true", "adapters=add"])
 def test_an_engine_that_keeps_a_copy_holds_its_weights_twice(option: str) -> None:
     size = ModelSize(parameters=1000, kv_per_token=0)
-    config = float32_config("calculator", ["trainer.lora={}", f"weight_sync.{option}=true"])
+    lora = ["trainer.lora={}"] if "adapters" in option else []
+    config = float32_config("calculator", [*lora, f"weight_sync.{option}"])
     assert engine_bytes(config, size) == TORCH_BYTES + 2 * 1000 * 4
-    ranks = ["rollout.engine=vllm", "rollout.tensor_parallel=2", "trainer.lora={}", f"weight_sync.{option}=true"]
-    copies = 1 if option == "staged" else 2  # slices, or all weights in each rank
+    ranks = ["rollout.engine=vllm", "rollout.tensor_parallel=2", *lora, f"weight_sync.{option}"]
+    copies = 1 if option == "staged=true" else 2  # slices, or all weights in each rank
     divided = float32_config("calculator", [*ranks, "rollout.cache_bytes=1"])
     assert engine_bytes(divided, size) == 2 * (TORCH_BYTES + 1) + (1 + copies) * 1000 * 4
 

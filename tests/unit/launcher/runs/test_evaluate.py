@@ -120,7 +120,7 @@ def test_without_any_trajectory_there_is_still_a_table() -> None:
 
 
 def test_one_small_group_is_left_to_train_on() -> None:
-    adapters = ["trainer.lora={}", "weight_sync.adapters=true"]
+    adapters = ["trainer.lora={}", "weight_sync.adapters=add"]
     config = without_training(load_config("calculator-async", ["trainer.ranks=2", *adapters, "rollout.replay=runs/a"]))
     check(config)
     assert config.rollout.replay == "", "its answers are sampled"
