@@ -197,6 +197,9 @@ def _forget_removed(values: dict[str, Any]) -> None:
     shaping = _section_of(values, "algorithm.shaping")
     if shaping.get("dynamic_sampling") is True and shaping.get("max_refills", MAX_REFILLS) != MAX_REFILLS:
         shaping["dynamic_sampling"] = shaping.pop("max_refills")
+    sync = _section_of(values, "weight_sync")
+    if isinstance(added := sync.get("adapters"), bool):
+        sync["adapters"] = "add" if added else "auto"
     for key, now in DROPPED.items():
         place, _, leaf = key.rpartition(".")
         section = _section_of(values, place)

@@ -1,5 +1,5 @@
-"""Whole runs that train adapters, stopped half way and gone on with: engines sample from the merged weights, whether
-these are sent, or the adapters alone."""
+"""Whole runs that train adapters, stopped half way and gone on with: engines get merged weights, or the adapters alone,
+which they add to the base or load beside it."""
 
 import importlib.util
 import json
@@ -35,9 +35,12 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize(("mode", "sync"), [("disaggregated", "delta"), ("colocated", "adapters")])
+@pytest.mark.parametrize(
+    ("mode", "sync"),
+    [("disaggregated", "delta=true"), ("colocated", "adapters=add"), ("disaggregated", "adapters=auto")],
+)
 def test_a_run_of_adapters_goes_on_and_is_exported_whole(workplace: Path, mode: str, sync: str) -> None:
-    launch = ["launch", "--mode", mode, "--config", "calculator", "--name", "run", *SMALL, f"weight_sync.{sync}=true"]
+    launch = ["launch", "--mode", mode, "--config", "calculator", "--name", "run", *SMALL, f"weight_sync.{sync}"]
     succeed(workplace, *launch, "trainer.steps=2")
     succeed(workplace, *launch, "trainer.steps=3", "--resume")
     run = workplace / "runs" / "run"
@@ -47,8 +50,11 @@ def test_a_run_of_adapters_goes_on_and_is_exported_whole(workplace: Path, mode: 
     assert max(row["mismatch/max"] for row in rows if "mismatch/max" in row) <= APART, "engines got other weights"
     succeed(workplace, "export", "runs/run", "out")
     adapter = load_file(run / "checkpoints" / "step-000003" / "adapter" / "adapter_model.safetensors")
-    if sync == "adapters":
+    if "adapters" in sync:
         assert {row["sync/bytes"] for row in rows} == {sum(tensor.nbytes for tensor in adapter.values())}
+    succeed(workplace, "export", "runs/run", "apart", "--adapter")
+    apart = load_file(workplace / "apart" / "adapter_model.safetensors")
+    assert apart.keys() == adapter.keys() and all(apart[name].equal(adapter[name]) for name in adapter)
     path = json.loads((run / "checkpoints" / "step-000003" / "adapter" / "base.json").read_text())["path"]
     base, merged = load_file(Path(path) / "model.safetensors"), load_file(workplace / "out" / "model.safetensors")
     changed = {name.rpartition(".layers.")[2].split(".", 1)[-1] for name in base if not base[name].equal(merged[name])}

@@ -245,6 +245,7 @@ def test_a_run_folder_of_an_earlier_version_is_read(tmp_path: Path) -> None:
             section = section.setdefault(name, {})
         section[leaf] = value
     values["algorithm"]["loss_options"] |= {"m2po": 0.1}
+    values["weight_sync"]["adapters"] = False
     path.write_text(yaml.safe_dump(values))
     assert load_resolved(path) == config
     kept = tmp_path / "kept" / "config.yaml"
