@@ -101,12 +101,13 @@ def write_model(folder: Path, target: Path | None = None) -> None:
         write_whole(folder / SHARDS, target, hugging_face_name, kind)
 
 
-def export(run: Path, out: Path, step: int | None = None, part: str = ".") -> int:
+def export(run: Path, out: Path, step: int | None = None, part: str = ".", *, merge: bool = True) -> int:
     """Write the Hugging Face folder ``out`` from the checkpoint of ``step``, by default the newest; return the step.
 
     ``part`` is the model's folder within the checkpoint: ``.`` for the policy, ``critic`` for a critic with a model of
-    its own, whose value head is copied too. Raises UserError if the checkpoint is missing or damaged, or ``out``
-    exists.
+    its own, whose value head is copied too. Adapters are merged into their base unless ``merge`` is False: ``out`` is
+    then PEFT's folder of the adapters. Raises UserError if the checkpoint is missing or damaged or has no adapters, or
+    ``out`` exists.
     """
     if not run.is_dir():
         raise UserError(f"no run folder {run}")
@@ -120,12 +121,17 @@ def export(run: Path, out: Path, step: int | None = None, part: str = ".") -> in
         raise UserError(f"checkpoint {folder} is damaged: {wrong}; choose another with --step")
     if not (folder / part / MODEL_FOLDER).is_dir():
         raise UserError(f"checkpoint {folder} has no model in {part}")
+    if not merge and not (folder / part / ADAPTER_FOLDER).is_dir():
+        raise UserError(f"checkpoint {folder} has whole weights and no adapters; leave out --adapter")
     if out.exists():
         raise UserError(f"{out} exists; name a folder that does not exist yet")
     for left in out.parent.glob(f".{glob.escape(out.name)}.[0-9]*"):
         # These are whole weights, left by an export that was killed.
         shutil.rmtree(left)
     with written_whole(out) as temporary:
+        if not merge:
+            shutil.copytree(folder / part / ADAPTER_FOLDER, temporary)
+            return chosen
         shutil.copytree(folder / part / MODEL_FOLDER, temporary)
         if not (temporary / WHOLE).is_file():
             write_model(folder / part, temporary / WHOLE)
@@ -193,7 +199,8 @@ def require_adapters(folder: Path, base: Base, config: LoraConfig, targets: list
             "model.path as in that run"
         )
     described = read_object(folder / ADAPTER_FOLDER / CONFIG)
-    changed = [key for key, value in _kind(config, targets).items() if described.get(key) != value]
+    # Older checkpoints do not say that they are not stabilised.
+    changed = [key for key, value in _kind(config, targets).items() if described.get(key, False) != value]
     if changed:
         raise UserError(f"{folder}: its adapters differ in {', '.join(changed)}; set trainer.lora as in that run")
 
@@ -216,10 +223,14 @@ def write_merged(adapter: Path, target: Path) -> None:
         raise UserError(f"{base.path} no longer has the weights on which the adapters in {adapter} were trained")
     described = read_object(adapter / CONFIG)
     try:
-        shape = {"rank": described.get("r"), "alpha": described.get("lora_alpha")}
+        shape = {
+            "rank": described.get("r"),
+            "alpha": described.get("lora_alpha"),
+            "rank_stabilized": described.get("use_rslora", False),
+        }
         scale = msgspec.convert(shape, LoraConfig).scale
     except msgspec.ValidationError as error:
-        raise CheckpointDamaged(f"{adapter / CONFIG}: r or lora_alpha: {error}") from error
+        raise CheckpointDamaged(f"{adapter / CONFIG}: r, lora_alpha or use_rslora: {error}") from error
     found = load_file(adapter / TENSORS)
     parts = {_stored(key, base): part for key, part in found.items()}
     with ExitStack() as stack:
@@ -244,7 +255,12 @@ def write_merged(adapter: Path, target: Path) -> None:
 
 def _kind(config: LoraConfig, targets: list[str]) -> dict[str, object]:
     """Return the settings that two sets of adapters must share to continue one another, under PEFT's names."""
-    return {"r": config.rank, "lora_alpha": config.alpha, "target_modules": targets}
+    return {
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "use_rslora": config.rank_stabilized,
+        "target_modules": targets,
+    }
 
 
 def _stored(key: str, base: Base) -> tuple[str, str]:

@@ -40,7 +40,13 @@ def attach(lm: Any, config: LoraConfig, dtype: torch.dtype) -> list[str]:
         parameter.requires_grad_(False)
         parameter.data = parameter.data.to(dtype)
     inject_adapter_in_model(
-        PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0),
+        PeftConfig(
+            r=config.rank,
+            lora_alpha=config.alpha,
+            target_modules=targets,
+            lora_dropout=0.0,
+            use_rslora=config.rank_stabilized,
+        ),
         lm,
         low_cpu_mem_usage=True,
     )

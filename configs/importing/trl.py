@@ -74,6 +74,7 @@ LORA_KEYS = (
     Key("lora_r", "trainer.lora.rank", 16),
     Key("lora_alpha", "trainer.lora.alpha", 32),
     Key("lora_target_modules", "trainer.lora.targets", convert=_words),
+    Key("use_rslora", "trainer.lora.rank_stabilized", False),
 )
 CLASSES = ("GRPOConfig", "ModelConfig", "ScriptArguments")
 # The word of a command that GRPO's flags follow.
@@ -212,7 +213,7 @@ def _trainer(t: Translation, program: Program) -> None:
     if arguments.get("peft_config") is not None and (found := program.named(("LoraConfig",))):
         names = {"r": "lora_r", "target_modules": "lora_target_modules"}
         for keyword in found[0].keywords:
-            if keyword.arg in ("r", "lora_alpha", "target_modules"):
+            if keyword.arg in ("r", "lora_alpha", "target_modules", "use_rslora", "use_dora"):
                 try:
                     t.given.setdefault(names.get(keyword.arg, keyword.arg), program.value(keyword.value))
                 except ValueError:
@@ -322,9 +323,9 @@ def _devices(t: Translation) -> None:
 def _adapters(t: Translation) -> None:
     if not t.take("use_peft", False):
         return
-    for key in ("use_rslora", "use_dora", "load_in_4bit", "load_in_8bit"):
+    for key in ("use_dora", "load_in_4bit", "load_in_8bit"):
         if t.take(key):
-            t.missing.append(f"{key}: adapters are plain LoRA on weights in model.dtype")
+            t.missing.append(f"{key}: adapters are LoRA or rsLoRA on weights in model.dtype")
     t.translate(LORA_KEYS)
     if "trainer.lora.targets" not in t.ours:
         t.put("trainer.lora.targets", ["q_proj", "v_proj"], "use_peft")

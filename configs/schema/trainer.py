@@ -1,5 +1,6 @@
 """Sections `trainer` and `weight_sync`: how the policy is trained and on how many ranks, and how engines get it."""
 
+import math
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -12,14 +13,17 @@ class LoraConfig(Config, frozen=True):
 
     rank: Annotated[Positive, doc("Rank of each adapter's two matrices.")] = 16
     alpha: Annotated[Positive, doc("LoRA scaling: the update B·A is multiplied by alpha / rank.")] = 32
+    rank_stabilized: Annotated[
+        bool, doc("rsLoRA (arXiv:2312.03732): the update is multiplied by alpha / sqrt(rank) instead.")
+    ] = False
     targets: Annotated[
         tuple[str, ...], doc("Names of the linear layers with an adapter, such as q_proj; empty: all in the decoder.")
     ] = ()
 
     @property
     def scale(self) -> float:
-        """The factor alpha / rank of the update B·A."""
-        return self.alpha / self.rank
+        """The factor of the update B·A."""
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
 
 class ProfileConfig(Config, frozen=True):

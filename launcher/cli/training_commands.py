@@ -304,6 +304,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write, which must not exist")
     parser.add_argument("--step", type=int, help="default: the newest checkpoint")
     parser.add_argument("--critic", action="store_true", help="the critic instead of the policy, with its value head")
+    parser.add_argument("--adapter", action="store_true", help="the adapters alone, unmerged, in PEFT's format")
     parser.set_defaults(command=_export)
 
 
@@ -311,9 +312,14 @@ def _export(arguments: argparse.Namespace) -> int:
     from rl_async.trainer.checkpoints import folder_of
     from rl_async.trainer.export import export
 
-    step = export(arguments.run, arguments.out, arguments.step, "critic" if arguments.critic else ".")
+    if arguments.critic and arguments.adapter:
+        raise UserError("export: --critic has no adapters; choose one of --critic and --adapter")
+    part = "critic" if arguments.critic else "."
+    step = export(arguments.run, arguments.out, arguments.step, part, merge=not arguments.adapter)
     print(f"wrote {arguments.out} from {folder_of(arguments.run / 'checkpoints', step)}")
-    if not arguments.critic:
+    if arguments.adapter:
+        print("PEFT, vLLM and SGLang load it beside the base that its adapter_config.json names")
+    elif not arguments.critic:
         out, config = (shlex.quote(str(path)) for path in (arguments.out, arguments.run / "config.yaml"))
         print(f"talk to it:    rl-async chat {out} --config {config}")
         print(f"evaluate it:   rl-async eval --config {config} model.path={out}")

@@ -232,6 +232,8 @@ def test_checkpoints_go_on_with_other_numbers_of_ranks_and_replicas(model_folder
         assert all(weights[name].equal(tensor) for name, tensor in weights_of(left[left_by]).items())
     with pytest.raises(UserError, match=r"step 7\b.* 1, 2, 3, 4"):
         export(run, tmp_path / "none", step=7)
+    with pytest.raises(UserError, match=r"no adapters.*--adapter"):
+        export(run, tmp_path / "none", merge=False)
 
 
 def weights_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

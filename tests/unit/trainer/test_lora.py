@@ -3,6 +3,7 @@
 import copy
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -143,8 +144,11 @@ def test_a_checkpoint_has_adapters_alone_and_goes_on(folder: Path, tmp_path: Pat
         assert all(one[name].equal(two[name]) for name in one)
 
 
-def test_others_read_the_merged_model_and_the_adapter(folder: Path, tmp_path: Path) -> None:
-    backend = train(make(folder))
+@pytest.mark.parametrize("stabilized", [False, True])
+def test_others_read_the_merged_model_and_the_adapter(folder: Path, tmp_path: Path, stabilized: bool) -> None:
+    lora = LoraConfig(rank=4, alpha=8, rank_stabilized=stabilized, targets=CONFIG.targets)
+    assert lora.scale == (4 if stabilized else 2)
+    backend = train(make(folder, TrainerConfig(learning_rate=1e-2, minibatches=1, lora=lora)))
     backend.save(tmp_path)
     merged = load_file(tmp_path / "model" / "model.safetensors")
     found = exported(backend)
@@ -176,6 +180,8 @@ def test_adapters_go_on_with_their_base_alone(folder: Path, tmp_path: Path) -> N
         make(folder).load(whole)
     with pytest.raises(UserError, match=r"model\.path"):
         make(whole / "model").load(adapters)
+    with pytest.raises(UserError, match=r"use_rslora.* trainer\.lora"):
+        make(folder, TrainerConfig(lora=msgspec.structs.replace(CONFIG, rank_stabilized=True))).load(adapters)
     with pytest.raises(UserError, match=r"r, lora_alpha.* trainer\.lora"):
         make(folder, TrainerConfig(lora=LoraConfig(rank=8, alpha=16, targets=CONFIG.targets))).load(adapters)
     make_model("qwen3", other)
