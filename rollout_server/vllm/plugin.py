@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import linear
 
 from rl_async.configs.engines import WEIGHT_TRANSFER
+from rl_async.rollout_server.vllm import private_names
 
 # Once a worker has failed, the answers of the others are awaited for this time.
 REST_S = 60.0
@@ -20,9 +21,16 @@ log = logging.getLogger("rl_async.vllm")
 
 
 def register() -> None:
-    """Register the transport with vLLM and apply our patches, once per process."""
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    """Register the transport with vLLM and apply our patches, once per process.
+
+    Raises RuntimeError for a vLLM without a name that they need.
+    """
+    import vllm
     from vllm.platforms import current_platform
+
+    private_names.require_all(vllm.__version__, cpu=current_platform.is_cpu())
+
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from rl_async.rollout_server.vllm import adapters, int8
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rl_async.configs.engines import ENGINES
+from rl_async.configs.engines import ENGINES, in_range
 from rl_async.configs.load import load_config
 from rl_async.launcher import machine_check as s
-from rl_async.launcher.machine_check import RANGES, TRIED, holds, untried
+from rl_async.launcher.machine_check import RANGES, TRIED, untried
 from tests.support.configs import float32_config
 
 ROOT = Path(__file__).parents[3]
@@ -29,13 +29,16 @@ def levels(lines: list[s.Finding]) -> list[str]:
         ("5.0.0rc1", ">=5", True),
         ("0.32.7", "==0.32.*", True),
         ("0.33.0", "==0.32.*", False),
+        ("0.33.1", ">=0.32,<0.34", True),
+        ("0.34.0", ">=0.32,<0.34", False),
+        ("0.31.0", ">=0.32,<0.34", False),
         ("0.5.23", "==0.5.23", True),
         ("0.5.2", "==0.5.23", False),
         ("0.5.23.1", "==0.5.23", False),
     ],
 )
 def test_versions_are_compared_as_numbers(version: str, wanted: str, fits: bool) -> None:
-    assert holds(version, wanted) is fits
+    assert in_range(version, wanted) is fits
 
 
 def requirements() -> dict[str, str]:
@@ -53,7 +56,7 @@ def test_the_ranges_are_those_of_pyproject() -> None:
 def test_what_was_run_is_within_the_ranges_and_what_is_pinned_was_run() -> None:
     ranges = requirements()
     for name, trials in TRIED.items():
-        assert all(holds(trial.version, ranges[name]) for trial in trials if name in ranges), name
+        assert all(in_range(trial.version, ranges[name]) for trial in trials if name in ranges), name
     files = ("constraints.txt", "scripts/install")
     pins = [pin for file in files for pin in re.findall(r"^[^#\n]*?\b([\w-]+)==([\w.]+)", words(file), re.MULTILINE)]
     builds = {build: traits.package for traits in ENGINES.values() for build in traits.builds}

@@ -1,0 +1,94 @@
+"""The names inside vLLM that our code touches, which a new version may move: found before anything is patched.
+
+The tables are the only list of them. ``register`` (``plugin.py``) refuses to start a vLLM that lacks one, so that an
+engine never trains with half of the patches. ``tests/contracts/engines/test_vllm_versions.py`` looks each of them up in
+the sources of other versions, with the parameters that we pass. Imports nothing of vLLM by itself.
+"""
+
+import logging
+from collections.abc import Mapping
+from importlib import import_module
+from operator import attrgetter
+
+from rl_async.configs.engines import VLLM, in_range
+
+log = logging.getLogger("rl_async.vllm")
+
+_RELOAD = "vllm.model_executor.model_loader.reload"
+_QUANTIZATION = "vllm.model_executor.layers.quantization"
+# Names by module, each with the parameters that we pass or read by their names.
+TOUCHED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "vllm.distributed.weight_transfer.base": {
+        "WeightTransferEngine.__init__": (),
+        "WeightTransferEngine.start_weight_update": (),
+        "WeightTransferEngine.finish_weight_update": (),
+        "WeightTransferEngine.update_weights": ("update_info",),
+        "WeightTransferEngine.receive_weights": ("update_info",),
+        "WeightTransferEngine.init_transfer_engine": ("init_info",),
+        "WeightTransferEngine.parse_init_info": ("init_dict",),
+        "WeightTransferEngine.shutdown": (),
+    },
+    "vllm.distributed.weight_transfer.factory": {
+        "WeightTransferEngineFactory._registry": (),
+        "WeightTransferEngineFactory.register_engine": (),
+    },
+    _RELOAD: {"initialize_layerwise_reload": (), "finalize_layerwise_reload": ()},
+    f"{_RELOAD}.layerwise": {"_get_original_loader": (), "_place_kernel_tensors": (), "get_layerwise_info": ()},
+    f"{_RELOAD}.meta": {"restore_layer_on_meta": ()},
+    f"{_RELOAD}.utils": {"get_layer_params_buffers": (), "get_layer_tensors": ()},
+    # Only from 0.32 on does vLLM know the version behind each token.
+    "vllm.v1.engine.output_processor": {
+        "RequestState._new_completion_output": (),
+        "RequestState._weight_version_spans": (),
+    },
+    "vllm.v1.engine.core": {"EngineCore.preprocess_add_request": ("request",)},
+    "vllm.v1.executor.multiproc_executor": {"MultiprocExecutor._init_executor": ()},
+    "vllm.lora.lora_model": {"LoRAModel.__init__": ("lora_model_id", "rank", "loras")},
+    "vllm.lora.lora_weights": {
+        "LoRALayerWeights.__init__": ("module_name", "rank", "lora_alpha", "lora_a", "lora_b", "scaling")
+    },
+    "vllm.lora.model_manager": {
+        "LoRAModelManager.remove_all_adapters": (),
+        "LoRAModelManager._register_packed_modules": (),
+    },
+    "vllm.lora.utils": {"parse_fine_tuned_lora_name": ("name", "weights_mapper")},
+    "vllm.lora.worker_manager": {"WorkerLoRAManager._load_adapter": ("lora_request",)},
+    "vllm.model_executor.kernels.linear": {
+        "init_int8_linear_kernel": ("is_channelwise", "is_static_input_scheme", "input_symmetric", "module_name")
+    },
+    "vllm.model_executor.utils": {"replace_parameter": ("layer", "param_name")},
+    f"{_QUANTIZATION}.online.base": {"_ONLINE_LINEAR_METHODS": ()},
+    f"{_QUANTIZATION}.online.fp8": {"OnlineLinearBase": ()},
+    f"{_QUANTIZATION}.utils.quant_utils": {"kInt8DynamicTokenSym": (), "kInt8StaticChannelSym": ()},
+}
+# Further ones on a CPU.
+TOUCHED_ON_CPU: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "vllm.model_executor.layers.utils": {"dispatch_cpu_unquantized_gemm": ("layer", "remove_weight")},
+    "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": {
+        "UnquantizedFusedMoEMethod._setup_kernel": ("layer", "w13", "w2")
+    },
+    "vllm.model_executor.layers.fused_moe.experts.cpu_moe": {
+        "CPUUnquantizedExperts.apply": ("topk_weights", "topk_ids", "expert_map"),
+        "CPUUnquantizedExperts.process_weights_after_loading": ("layer",),
+    },
+}
+
+
+def require_all(version: str, *, cpu: bool) -> None:
+    """Raise RuntimeError, naming them, if the installed vLLM lacks any name. Warns of an untested ``version``."""
+    needed = {**TOUCHED, **(TOUCHED_ON_CPU if cpu else {})}
+    missing = [f"{module}.{name}" for module, names in needed.items() for name in names if not _has(module, name)]
+    if missing:
+        raise RuntimeError(
+            f"vLLM {version} has no {', '.join(missing)}, which rl-async needs inside it; install vLLM {VLLM.versions}"
+        )
+    if not in_range(version, VLLM.versions):
+        log.warning("vLLM %s has not been tried with rl-async, which is tested with %s", version, VLLM.versions)
+
+
+def _has(module: str, name: str) -> bool:
+    try:
+        attrgetter(name)(import_module(module))
+    except (ModuleNotFoundError, AttributeError):
+        return False
+    return True
