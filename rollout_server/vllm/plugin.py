@@ -48,6 +48,7 @@ def register() -> None:
         _keep_weights_unpacked()
         _pack_experts_again()
         _compute_own_experts_alone()
+        _check_guesses_at_the_temperature()
 
 
 def _keep_weights_unpacked() -> None:
@@ -102,6 +103,24 @@ def _compute_own_experts_alone() -> None:
         compute(experts, **named)
 
     CPUUnquantizedExperts.apply = of_this_rank
+
+
+def _check_guesses_at_the_temperature() -> None:
+    """Have vLLM check guessed tokens (``--speculative-config``) at their requests' temperatures on a CPU.
+
+    Its kernel writes the temperatures into a converted copy, so that tokens are sampled at whatever the memory held.
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    def expanded(
+        x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+    ) -> torch.Tensor:
+        """Return the values of the requests, x [B], for each of their tokens, [num_tokens]."""
+        counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+        each = torch.repeat_interleave(x, counts, output_size=num_tokens)
+        return each.masked_fill(each == replace_from, replace_to)
+
+    rejection_sampler.expand_batch_to_tokens = expanded
 
 
 class QueuesReadToTheEnd(list[Any]):

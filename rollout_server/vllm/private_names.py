@@ -63,6 +63,9 @@ TOUCHED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 # Further ones on a CPU.
 TOUCHED_ON_CPU: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "vllm.v1.sample.rejection_sampler": {
+        "expand_batch_to_tokens": ("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to")
+    },
     "vllm.model_executor.layers.utils": {"dispatch_cpu_unquantized_gemm": ("layer", "remove_weight")},
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": {
         "UnquantizedFusedMoEMethod._setup_kernel": ("layer", "w13", "w2")

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,11 +69,13 @@ def running(
     quantization: Quantization = "none",
     dtype: Dtype = "float32",
     lora: LoraConfig | None = None,
+    flags: Sequence[str] = (),
     forked: bool = True,
 ) -> Iterator[Peer]:
     """An engine of this kind, started as the launcher does; with ``eager`` vLLM compiles nothing, and starts sooner.
 
-    ``ranks`` are keys of ``rollout``, such as tensor_parallel. With ``lora`` it loads adapters by itself. An embedded
+    ``ranks`` are keys of ``rollout``, such as tensor_parallel. With ``lora`` it loads adapters by itself. ``flags``
+    are further ones of vLLM. An embedded
     engine is ``forked``, which saves the import of torch, but has the command line and the environment of the process
     that it was forked from.
     """
@@ -82,7 +84,7 @@ def running(
         python=vllm_python() if kind == "vllm" else "",
         max_batch_size=batch,
         max_model_len=model_length,
-        engine_args=EAGER if eager and kind == "vllm" else (),
+        engine_args=(*(EAGER if eager and kind == "vllm" else ()), *flags),
         quantization=quantization,
         **ranks,
     )
