@@ -58,6 +58,7 @@ class EngineTraits:
         plugin: Entry point of rl-async, (group, value), that the package loads.
         flags: Flags, and the config keys that give their values.
         fixed_flags: Flags that it cannot train without, and their values, perhaps empty.
+        replaced_flags: Flags that another key does better, and the key.
         refused_flags: Further flags that would break training.
         sleep_flags: Flags on a GPU that the trainer uses too.
         memory_flags: Flags, and the attributes of the plan's EngineMemory that give their values.
@@ -95,6 +96,7 @@ class EngineTraits:
 
     flags: Mapping[str, str] = field(default_factory=dict)
     fixed_flags: Mapping[str, str] = field(default_factory=dict)
+    replaced_flags: Mapping[str, str] = field(default_factory=dict)
     refused_flags: tuple[str, ...] = ()
     sleep_flags: tuple[str, ...] = ()
     memory_flags: Mapping[str, str] = field(default_factory=dict)
@@ -137,6 +139,8 @@ class EngineTraits:
         flag = argument.partition("=")[0].replace("_", "-")
         if key := "rollout.expert_parallel" if flag in self.expert_flags else self.flags.get(flag):
             return f"use {key}"
+        if flag in self.replaced_flags:
+            return f"use {self.replaced_flags[flag]}"
         if flag in self.memory_flags:
             return "use rollout.cache_bytes"
         if any(flag in flags for flags in self.quantization.values()):
@@ -195,9 +199,11 @@ VLLM = EngineTraits(
         # vLLM's own --api-key leaves the control routes open.
         "--middleware": "rl_async.process.http_auth.RequireToken",
     },
+    # Copies behind one server cannot be replaced, updated and routed to one by one.
+    replaced_flags=dict.fromkeys(("--data-parallel-size", "-dp", "--data-parallel-size-local"), "rollout.engines"),
     refused_flags=(
         *("--api-key", "--quantization", "-q", "--lora-modules", "--max-loras", "--lora-target-modules"),
-        *("-tp", "-pp", "--data-parallel-size", "-dp", "--nnodes"),
+        *("-tp", "-pp", "--nnodes"),
         # Without its metrics nobody knows an engine's load.
         "--disable-log-stats",
     ),

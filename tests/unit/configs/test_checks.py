@@ -52,6 +52,7 @@ USER = ["agent.environment=simulated_user", "agent.user={system: hi}"]
             ["rollout.engine=sglang", "rollout.engine_args=[--context_length, '9']"],
             ["rollout.max_model_len"],
         ),
+        (["rollout.engine=vllm", "rollout.engine_args=[-dp, '2']"], ["rollout.engine_args: -dp", "rollout.engines"]),
         (["rollout.engine=sglang", "rollout.engine_args=['--tp=2']"], ["rollout.engine_args", "--tp=2"]),
         (
             ["rollout.engine=vllm", "rollout.engine_args=[--enable_expert_parallel]"],
