@@ -25,6 +25,7 @@ from rl_async.configs.schema.rollout import EndpointConfig
 from rl_async.errors import DataError, EngineLost, EngineRejected
 from rl_async.files import UNDECODABLE
 from rl_async.messages import CallProblem, Version, VersionRun
+from rl_async.pictures import PictureProcessor
 from rl_async.reward_loop.api import ScorerFailed
 from rl_async.reward_loop.model_client import poster_of, read_api_key
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult, Image
@@ -77,7 +78,7 @@ class MessageLines:
     name = "messages"
     prints_tools = True
     plain_turns = False
-    pictures = None
+    pictures: PictureProcessor | None = None
 
     def __init__(self) -> None:
         self.stop_token_ids = [END]

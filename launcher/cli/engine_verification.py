@@ -92,7 +92,8 @@ def verify(
         answers = asyncio.run(_ask(kind, url, token, requests))
     except EngineError as error:
         raise UserError(f"{url}: {error}") from error
-    scaled, raw = [], []
+    scaled: list[torch.Tensor] = []
+    raw: list[torch.Tensor] = []
     for request, answer in zip(requests, answers, strict=True):
         reported = torch.tensor(answer.logprobs, dtype=torch.float32)
         logits = _logits(model, request, answer, pictures)

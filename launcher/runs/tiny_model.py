@@ -142,7 +142,7 @@ def vision_config(shape: dict[str, Any], tower: dict[str, Any], tokenizer: PreTr
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
     vocabulary = tokenizer.get_vocab()
     start, image, end = (vocabulary[mark] for mark in VISION_MARKS)
-    spread = {"initializer_range": SPREAD}
+    spread: dict[str, Any] = {"initializer_range": SPREAD}
     return Qwen2_5_VLConfig(
         text_config={key: value for key, value in shape.items() if key != "head_dim"}
         | spread
