@@ -26,7 +26,7 @@ from torch import Tensor
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RlAsyncError, RowsChanged, RowsLost, UserError
 from rl_async.messages import Reserved, RowKey, Trajectory, TrajectoryHeader
-from rl_async.recording import files_of_step, read_trajectories
+from rl_async.recording import files_of_step, read_images, read_trajectories
 from rl_async.trainer.algorithms.correction import grammar_weights
 from rl_async.trainer.algorithms.rows import Rows, on_tokens
 from rl_async.trainer.batch_layout import MiniBatch, RowCost, fresh_runs, layout
@@ -133,11 +133,12 @@ class RecordedSource:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._files: list[Path] = []
         self._rows: dict[RowKey, Trajectory] = {}
 
     def reserve(self, step: int, stopping: Callable[[], bool]) -> Reserved | None:
         """Read the step's files. Raises UserError if the step was not recorded."""
-        paths = files_of_step(self._folder, step)
+        self._files = paths = files_of_step(self._folder, step)
         if not paths:
             raise UserError(f"{self._folder} has no recorded batch of step {step}")
         rows = [row for path in paths for row in read_trajectories(path)]
@@ -148,12 +149,15 @@ class RecordedSource:
         return [self._rows[header.key] for header in headers]
 
     def fetch_media(self, rows: Sequence[Trajectory]) -> dict[str, bytes]:
-        """Raise UserError for rows with images, since recordings do not hold them."""
-        if any(row.media for row in rows):
-            raise UserError(
-                f"{self._folder}: images of its episodes were not recorded, so they cannot be trained again"
-            )
-        return {}
+        """Read the bytes, by SHA-256, of all images that rows of the reserved step show.
+
+        Raises UserError if some were not recorded.
+        """
+        shown = {medium.sha256 for row in rows for medium in row.media}
+        media = {sha256: data for file in self._files for sha256, data in read_images(file, shown).items()}
+        if missing := shown - media.keys():
+            raise UserError(f"{self._folder}: {len(missing)} images of the step's episodes were not recorded")
+        return media
 
     def commit(self, step: int) -> None:
         """Do nothing: no queue waits for a replayed batch."""

@@ -15,7 +15,7 @@ import torch
 from rl_async import codec
 from rl_async.configs.schema.algorithm import RULES
 from rl_async.errors import UserError
-from rl_async.messages import Trajectory
+from rl_async.messages import Media, Trajectory
 from rl_async.recording import read_trajectories, trained_file, write_trajectories
 from rl_async.trainer import records as module
 from rl_async.trainer.algorithms.correction import Corrected
@@ -169,6 +169,22 @@ def test_rows_of_one_sample_are_recorded_and_replayed_one_by_one(tmp_path: Path)
     assert [header.key for header in batch.headers] == [row.key for row in rows]
     found = source.fetch([batch.headers[1], batch.headers[0]])
     assert [row.tokens_hash() for row in found] == [rows[1].tokens_hash(), first.tokens_hash()]
+
+
+def test_images_are_replayed_with_their_rows_from_every_ranks_file(tmp_path: Path) -> None:
+    data = [b"first", b"second"]
+    shown = [Media.of(each, "image/png", 1) for each in data]
+    rows = [msgspec.structs.replace(row, media=[one]) for row, one in zip(make_rows(0)[:2], shown, strict=True)]
+    for rank in (0, 1):
+        file = tmp_path / f"step-000000-lineage0-rank{rank}.jsonl.gz"
+        write_trajectories(file, rows[rank : rank + 1], media={shown[rank].sha256: data[rank]})
+    source = RecordedSource(tmp_path)
+    source.reserve(0, lambda: False)
+    assert source.fetch_media(rows) == dict(zip((one.sha256 for one in shown), data, strict=True))
+    assert source.fetch_media(make_rows(0)[2:4]) == {}
+    (tmp_path / "step-000000-lineage0-rank1.images.zip").unlink()
+    with pytest.raises(UserError, match="1 images"):
+        source.fetch_media(rows)
 
 
 def batch(step: int) -> Batch:
