@@ -282,7 +282,7 @@ def test_training_does_not_wait_until_too_many_files_are_in_flight(
 ) -> None:
     may_write, began, submitted = threading.Event(), threading.Event(), list[int]()
 
-    def write(path: Path, rows: list[Trajectory], explanations: object) -> None:
+    def write(path: Path, rows: list[Trajectory], explanations: object, media: object) -> None:
         began.set()
         assert may_write.wait(10)
 
