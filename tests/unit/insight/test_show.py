@@ -1,6 +1,7 @@
 """``rl-async show`` finds the step's rows and marks what did not train fully."""
 
 import gzip
+import zipfile
 from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
@@ -14,7 +15,9 @@ from rl_async.configs.load import dump, load_config
 from rl_async.errors import UserError
 from rl_async.insight.show import ERRORS, RecordedRow, RecordedTurn, read_step, render, reward_parts, show, turn_rewards
 from rl_async.launcher.cli.__main__ import main
-from rl_async.messages import Explanation, RuleRun
+from rl_async.messages import Explanation, Media, RuleRun
+from rl_async.recording import images_file
+from tests.support.vision_models import drawing
 
 
 def words(ids: Sequence[int]) -> str:
@@ -120,6 +123,22 @@ def run(tmp_path: Path) -> Path:
         tmp_path / "trajectories", "step-000003-lineage0-rank0.jsonl.gz", row(0, [1.0] * 7), row(1), row(2, [1.0] * 7)
     )
     return tmp_path
+
+
+def test_images_are_shown_by_their_sizes_and_once_where_they_stand(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    media = [Media.of(drawing(1), "image/png", 1), Media.of(b"lost", "image/gif", 6)]
+    shown = msgspec.structs.replace(row(), token_ids=[0, 1, 1, 1, 2, 3, 4, 4, 5, 6], media=media)
+    write(run / "trajectories", "step-000009-lineage0-rank0.jsonl.gz", shown)
+    file = images_file(run / "trajectories" / "step-000009-lineage0-rank0.jsonl.gz")
+    with zipfile.ZipFile(file, "w") as images:
+        images.writestr(media[0].sha256, drawing(1))
+    assert main(["show", str(run), "--step", "9"]) == 0
+    found = capsys.readouterr().out
+    assert f"image at token 1: image/png, 40 x 24 pixels, {len(drawing(1)):,} bytes" in found
+    assert "image at token 6: image/gif, not recorded" in found
+    assert render(shown, words).plain == "ab{cd}(x0.25){e}(band){f}(seq_mean_k1)g"
 
 
 def test_the_most_corrected_row_is_shown_below_the_table(run: Path) -> None:

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import AsyncIterator, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -26,10 +27,11 @@ from rl_async.insight.view.queries import KEY
 from rl_async.insight.view.runs import ViewedRuns
 from rl_async.process.http_server import server_of
 from rl_async.process.run_files import beat
-from rl_async.recording import evaluation_file
+from rl_async.recording import evaluation_file, images_file
 from tests.conftest import make_rows
 from tests.fuzz.http_servers import Served
 from tests.support.recordings import HOSTILE, make_run, write_evaluation, write_step
+from tests.support.vision_models import drawing
 
 TOKEN = "t" * 43
 
@@ -253,6 +255,22 @@ def test_a_trajectory_and_its_group(page: Page) -> None:
     group = page.get(f"runs/a/groups/train-1-{row['grp']}")
     assert [other["sample"] for other in group] == [0, 1, 2, 3] and group[0]["turns"][1]["text"] == HOSTILE
     assert [one["sample"] for one in page.get(f"runs/a/groups/train-1-{row['grp']}?sample=2")] == [2]
+
+
+def test_an_image_of_a_trajectory_is_a_picture(page: Page, runs: Path) -> None:
+    indexed(page, "a")
+    row = page.get("runs/a/trajectories?text=owned")["rows"][0]
+    key = "-".join(str(row[name]) for name in ("partition", "step", "grp", "sample", "segment"))
+    assert page.get(f"runs/a/trajectories/{key}")["media"] == []
+    sha256 = hashlib.sha256(drawing(1)).hexdigest()
+    address = f"/api/runs/a/trajectories/{key}/{sha256}"
+    assert page.ask(address, Cookie=page.cookie)[0] == 404
+    for file in (runs / "a" / "trajectories").glob("*.jsonl.gz"):
+        with zipfile.ZipFile(images_file(file), "w") as images:
+            images.writestr(sha256, drawing(1))
+    status, headers, body = page.ask(address, Cookie=page.cookie)
+    assert (status, headers["content-type"], body) == (200, "image/png", drawing(1))
+    assert page.ask(address)[0] == 403, "nobody else sees it"
 
 
 def test_a_task_is_found_in_its_data_source_alone(page: Page) -> None:
