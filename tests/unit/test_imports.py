@@ -124,7 +124,14 @@ def test_heavy_packages_are_imported_at_home_alone(imported: dict[Path, frozense
             assert at_home or (composition_root and heavy != "ray"), f"{where}: {heavy}"
 
 
-PROVIDED = {"msgspec", "numpy", "psutil", "safetensors", "torch"}  # of our dependencies, those that every engine brings
+PROVIDED = {
+    "msgspec",
+    "numpy",
+    "psutil",
+    "safetensors",
+    "torch",
+    "transformers",
+}  # of our dependencies, those that every engine brings
 
 
 def test_inside_an_engine_only_what_it_brings_is_imported() -> None:
