@@ -84,6 +84,8 @@ def indexed_files(index: Path) -> list[str]:
     return sorted(names)
 
 
+# Models for images and text whose text part, a causal language model of its own, is all that is trained of them.
+TEXT_ALONE = ("qwen3_5", "qwen3_5_moe")
 # Transformers' classes of the modules that carry a state from token to token (state-space layers, linear attention,
 # convolutions), by model type. They are called as ``module(hidden, cache=..., attention_mask=...)``.
 MIXERS = {

@@ -21,7 +21,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from rl_async.errors import DataError, UserError
-from rl_async.model_files import read_object
+from rl_async.model_files import TEXT_ALONE, read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -108,9 +108,9 @@ class PictureProcessor:
         """
         file = Path(model) / "config.json"
         stored = read_object(file, "model.path") if file.is_file() else {}
-        if "vision_config" not in stored:
-            return None
         kind = stored.get("model_type")
+        if "vision_config" not in stored or kind in TEXT_ALONE:
+            return None
         if kind not in FAMILIES:
             raise UserError(
                 f"model.path={model}: images of models of type {kind} are not supported; use one of "

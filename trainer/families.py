@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rl_async.model_files import MIXERS
+from rl_async.model_files import MIXERS, TEXT_ALONE
 
 LAYERS = frozenset({"full_attention", "sliding_attention"})
 # These turn all rows of a batch by angles that the longest row decides, so packing would change results.
@@ -118,8 +118,8 @@ def text_of(config: Any) -> Any:
 
 
 def reads_images(config: Any) -> bool:
-    """Return whether this is the Hugging Face config of a vision-language model."""
-    return getattr(config, "vision_config", None) is not None
+    """Return whether this is the Hugging Face config of a vision-language model whose images are read."""
+    return getattr(config, "vision_config", None) is not None and config.model_type not in TEXT_ALONE
 
 
 def family_of(config: Any) -> Family:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.families import FAMILIES, why_padded
@@ -124,6 +125,23 @@ def test_the_page_of_models_says_what_the_code_answers() -> None:
     vllm = {kind: cells[-1] for kind, *cells in (line.strip("| ").split(" | ") for line in lines[2:])}
     assert vllm.keys() == set(KINDS), "run tests/support/model_table.py"
     assert lines == table(vllm)
+
+
+def test_the_text_part_of_a_model_for_images_trains_alone(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+    text = {**config_of("qwen3_5_text").to_dict(), "dtype": "float32"}
+    whole = AutoModelForImageTextToText.from_config(
+        AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision, tie_word_embeddings=False)
+    )
+    whole.save_pretrained(tmp_path)
+    backend, x = Fsdp2Backend(str(tmp_path), "float32", "cpu", None), batch()
+    assert backend.model.packs
+    got = backend.forward(x).logprobs
+    assert got is not None
+    found = got[torch.arange(got.shape[1]) < x.lengths[:, None] - 1]
+    plain, exact = by_rows(whole, x)["logprobs"], exactly_by_rows(whole, x)["logprobs"]
+    assert_near(found, exact, allowance(plain, exact, terms=VOCAB))
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_5_text"])
