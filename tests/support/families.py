@@ -147,7 +147,7 @@ ALIKE = {
     *("gemma", "gemma3_text", "glm", "glm4_moe", "granite", "granitemoe", "helium", "hunyuan_v1_dense"),
     *("hunyuan_v1_moe", "kimi_linear", "lfm2_moe", "minimax_m2", "ministral", "mistral", "mixtral"),
     *("olmo2", "olmo3", "olmo_hybrid", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3_5_moe_text", "qwen3_next"),
-    *("seed_oss", "starcoder2"),
+    *("falcon_h1", "granitemoehybrid", "seed_oss", "starcoder2"),
 }
 DISTINCT = FAMILIES.keys() - ALIKE
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
 
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.families import FAMILIES, why_padded
 from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.trainer.mixers import keep_rows_apart
 from rl_async.trainer.packing import Tensors, empty_tensors
 from rl_async.weight_sync.experts import STACKED_FOR_ENGINES, single
 from tests.support.families import COMMON, DISTINCT, PADDED, VOCAB, config_of, saved
@@ -125,6 +126,15 @@ def test_the_page_of_models_says_what_the_code_answers() -> None:
     vllm = {kind: cells[-1] for kind, *cells in (line.strip("| ").split(" | ") for line in lines[2:])}
     assert vllm.keys() == set(KINDS), "run tests/support/model_table.py"
     assert lines == table(vllm)
+
+
+def test_a_layer_with_a_state_refuses_rows_that_are_not_packed() -> None:
+    model = AutoModel.from_config(config_of("lfm2"))
+    keep_rows_apart(model)
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    for options in ({"use_cache": True, "packed_groups": ((4, 1),)}, {"use_cache": False}):
+        with pytest.raises(ValueError, match="packed rows"):
+            model(input_ids=tokens, **options)
 
 
 def test_the_text_part_of_a_model_for_images_trains_alone(tmp_path: Path) -> None:
