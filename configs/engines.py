@@ -74,6 +74,7 @@ class EngineTraits:
         loads_adapters: Whether it can compute LoRA adapters beside weights that it loads from its model's folder.
         adapter_flags: Flags for that; the last one's value is the smallest of ``adapter_ranks`` that suffices.
         adapter_ranks: Ranks that it can be prepared for, ascending; empty if any.
+        adapters_with_experts: Whether it can do so with mixtures of experts, too.
         takes_slices: Whether it takes parts of tensors, from several trainer ranks; otherwise whole ones, from one.
         reports_sleep: Whether it reports sleep, as --mode colocated needs to move the deadlines of requests meanwhile.
         reports_pause: Whether it has the route ``GET /is_paused``.
@@ -112,6 +113,7 @@ class EngineTraits:
     meets_in_files: bool = True
     holds_weights: bool = True
     loads_adapters: bool = True
+    adapters_with_experts: bool = True
     adapter_flags: tuple[str, ...] = ()
     adapter_ranks: tuple[int, ...] = ()
     takes_slices: bool = True
@@ -216,6 +218,8 @@ VLLM = EngineTraits(
     cpu_quantized_experts=False,
     sleep_flags=("--enable-sleep-mode",),
     memory_flags={"--kv-cache-memory-bytes": "cache_bytes", "--gpu-memory-utilization": "share"},
+    # On a CPU an engine with experts dies at its first request.
+    adapters_with_experts=False,
     adapter_flags=("--enable-lora", "--max-lora-rank"),
     adapter_ranks=(1, 8, 16, 32, 64, 128, 256, 320, 512),
     cpu_sleeps=False,

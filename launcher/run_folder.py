@@ -20,7 +20,8 @@ from rl_async.errors import UserError
 from rl_async.files import DAMAGE, make_durable_folder, replace_file
 from rl_async.insight.tail import last_record
 from rl_async.launcher.plan.artifacts import checkpoints
-from rl_async.launcher.plan.machine import read_machine
+from rl_async.launcher.plan.machine import read_machine, with_adapter_way
+from rl_async.launcher.plan.memory import model_size
 from rl_async.launcher.sources import Fetched, kept_sources
 from rl_async.transfer_queue.journal.journal import FILE as SQLITE
 from rl_async.transfer_queue.ledger import tells_end, tells_samples
@@ -170,8 +171,11 @@ def changes(folder: Path, name_or_path: str, overrides: Sequence[str], mode: str
 
 
 def as_settled(given: RunConfig, folder: Path) -> RunConfig:
-    """Return the config with ``model.dtype: auto`` replaced by the type that was chosen for the run in ``folder``."""
+    """Return the config with ``model.dtype: auto`` replaced by the type that was chosen for the run in ``folder``, and
+    ``weight_sync.adapters: auto`` as at its start.
+    """
     record = read_machine(folder)
+    given = with_adapter_way(given, model_size(given))
     if given.model.dtype != "auto" or record is None or record.compute.by != "machine":
         return given
     return msgspec.structs.replace(given, model=msgspec.structs.replace(given.model, dtype=record.compute.dtype))

@@ -18,7 +18,7 @@ import msgspec
 import rl_async
 from rl_async.accelerators import count_gpus
 from rl_async.agent_loop.recorded import needed_groups
-from rl_async.configs.derived import engine_kinds, engine_traits, warm_start_of
+from rl_async.configs.derived import adapter_way, engine_kinds, engine_traits, warm_start_of
 from rl_async.configs.engines import ENGINES
 from rl_async.configs.schema.data import ComputeType
 from rl_async.configs.schema.run import RunConfig
@@ -355,9 +355,27 @@ def settle_here(
     else:
         threads = config.launcher.threads or 1
     before = None if folder is None else read_machine(folder)
+    config = with_adapter_way(config, model_size(config))
     config, choice = settle(config, gpus, threads, measure or ask_torch, None if before is None else before.compute)
     on_cpu = gpus == 0 or config.model.device == "cpu"
     return config, MachineRecord(processor_name(), available, threads if on_cpu else None, choice)
+
+
+def with_adapter_way(config: RunConfig, size: ModelSize | None) -> RunConfig:
+    """Return the config with ``weight_sync.adapters=auto`` replaced by merge if engines load none beside experts.
+
+    Raises ConfigError if the config asks them to.
+    """
+    sync = config.weight_sync
+    kinds = [kind for kind, traits in engine_traits(config).items() if not traits.adapters_with_experts]
+    if size is None or size.experts == 0 or not kinds or adapter_way(config) != "load":
+        return config
+    if sync.adapters == "load":
+        raise ConfigError(
+            f"weight_sync.adapters=load: rollout.engine={kinds[0]} loads no adapters beside the experts of "
+            f"model.path={config.model.path}; use add or merge"
+        )
+    return msgspec.structs.replace(config, weight_sync=msgspec.structs.replace(sync, adapters="merge"))
 
 
 def machine_bytes(root: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:

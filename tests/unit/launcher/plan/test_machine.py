@@ -2,6 +2,7 @@
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib.metadata import version as torch_version
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from rl_async.accelerators import count_gpus
+from rl_async.configs.derived import adapter_way
 from rl_async.configs.engines import ENGINES
 from rl_async.configs.load import load_config
 from rl_async.configs.schema.run import RunConfig
@@ -33,6 +35,7 @@ from rl_async.launcher.plan.machine import (
     read_machine,
     settle,
     settle_here,
+    with_adapter_way,
     with_threads,
     write_machine,
 )
@@ -116,6 +119,20 @@ def test_experts_that_an_engine_cannot_quantise_are_refused() -> None:
     check_experts(float32_config("calculator-moe", given), 1)
     check_experts(float32_config("calculator-moe", ["rollout.quantization=fp8"]), 0)
     check_experts(float32_config("calculator-moe", ["rollout.engine=vllm", "rollout.tensor_parallel=2"]), 0)
+
+
+def test_engines_that_load_no_adapters_beside_experts_get_merged_weights() -> None:
+    config = float32_config("calculator-moe", ["rollout.engine=vllm", "trainer.lora={}"])
+    size = model_size(config)
+    assert size is not None and adapter_way(config) == "load"
+    assert adapter_way(with_adapter_way(config, size)) == "merge"
+    for given in ("weight_sync.adapters=add", "rollout.engine=embedded"):
+        other = float32_config("calculator-moe", ["rollout.engine=vllm", "trainer.lora={}", given])
+        assert with_adapter_way(other, size) is other
+    asked = float32_config("calculator-moe", ["rollout.engine=vllm", "trainer.lora={}", "weight_sync.adapters=load"])
+    with pytest.raises(ConfigError, match=r"weight_sync\.adapters=load: rollout\.engine=vllm"):
+        with_adapter_way(asked, size)
+    assert with_adapter_way(asked, replace(size, experts=0)) is asked
 
 
 @pytest.mark.parametrize(
