@@ -8,7 +8,6 @@ than everything else that the server does. Metrics have vLLM's names, so that cl
 
 import asyncio
 import base64
-import functools
 import io
 import itertools
 import logging
@@ -31,7 +30,7 @@ from starlette.types import Receive, Scope, Send
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rl_async import tracing
-from rl_async.concurrency import to_the_end
+from rl_async.concurrency import in_daemon_thread, to_the_end
 from rl_async.configs.derived import adapter_way, compute_type
 from rl_async.configs.load import load_resolved
 from rl_async.configs.schema.run import RunConfig
@@ -281,8 +280,11 @@ class EngineServer:
         """
         self.engine, self.model_name = engine, model_name
         self._grammars = Grammars(model_name, engine.core.vocab_size)
-        own = functools.cache(lambda: weights_name(Path(model_name)))
-        adapters = AdapterLoader(own, engine.load_adapters) if loads_adapters else None
+        adapters = None
+        if loads_adapters:
+            # The files are read before the first update asks for the name.
+            base = in_daemon_thread(lambda: weights_name(Path(model_name)), "weights-name")
+            adapters = AdapterLoader(base.result, engine.load_adapters)
         self._receiver = WeightReceiver(engine.load_weights, engine.core.device, adapters)
         self._threads = torch.get_num_threads()
         self._update_active = False

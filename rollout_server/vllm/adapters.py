@@ -49,7 +49,8 @@ def publish(manager: Any, pairs: Pairs, scale: float) -> None:
     named = {}
     for layer, (low, high) in pairs.items():
         name, _ = parse_fine_tuned_lora_name(f"{PEFTS}{layer}.lora_A.weight", mapper)
-        named[name] = low, high * scale
+        # Copies, since the next update may arrive in the same memory while requests are sampled.
+        named[name] = low.clone(), high * scale
     # Layers on another pipeline stage have no modules here, but the same last names.
     fused = [name for names in manager.packed_modules.values() for name in names]
     takes = {name.rpartition(".")[2] for name in (*manager.modules, *fused)}

@@ -7,7 +7,6 @@ layers, divided vocabularies and experts, and layers on another pipeline stage, 
 version of vLLM is needed here. ``WeightTransfer`` is our transport, which ``plugin.py`` registers.
 """
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +26,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 
+from rl_async.concurrency import in_daemon_thread
 from rl_async.model_files import weights_name
 from rl_async.rollout_server.vllm.adapters import publish
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo, of_worker
@@ -147,9 +147,9 @@ class WeightTransfer(WeightTransferEngine):
         super().__init__(*arguments, **named)
         loader = None
         if self.vllm_config.lora_config is not None:
-            # Every worker reads the files, which it has just loaded, once.
-            base = functools.cache(lambda: weights_name(Path(self.model_config.model)))
-            loader = AdapterLoader(base, lambda pairs, scale: publish(self.model.lora_manager, pairs, scale))
+            # Every worker reads the files once, before the first update asks for the name.
+            base = in_daemon_thread(lambda: weights_name(Path(self.model_config.model)), "weights-name")
+            loader = AdapterLoader(base.result, lambda pairs, scale: publish(self.model.lora_manager, pairs, scale))
         self._receiver = WeightReceiver(Assembler(self._load), self.device, loader)
         self._loading = False
 
