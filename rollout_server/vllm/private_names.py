@@ -53,6 +53,11 @@ TOUCHED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "vllm.lora.utils": {"parse_fine_tuned_lora_name": ("name", "weights_mapper")},
     "vllm.lora.worker_manager": {"WorkerLoRAManager._load_adapter": ("lora_request",)},
+    "vllm.multimodal.processing.processor": {
+        "BaseMultiModalProcessor._apply_prompt_updates": (),
+        "BaseMultiModalProcessor._find_mm_placeholders": (),
+    },
+    "vllm.renderers.base": {"BaseRenderer._process_tokens_async": ("prompt",)},
     "vllm.model_executor.kernels.linear": {
         "init_int8_linear_kernel": ("is_channelwise", "is_static_input_scheme", "input_symmetric", "module_name")
     },
