@@ -4,7 +4,7 @@
 # SET='a.b=c ...' overrides config keys of these two, RUN_NAME=NAME names the run.
 # make docs: build the documentation site into build/site.
 # make test-slow: more tests, of faults in the middle of runs, and of vLLM, SGLang, and verl's and TRL's formulas where
-# they are installed; LISTED=FILE adds the tests that the file lists.
+# they are installed; LISTED=FILE adds the tests that the file lists. make test-nightly: what even that leaves out.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,15 +14,15 @@ FLAKES ?=
 LISTED ?=
 # Whole runs come first, since they take longest.
 TESTS ?= tests/e2e tests/contracts tests/gpu tests/unit
-WORKERS ?= 3
+WORKERS ?= 4
 # Bytecode is kept, since the tests start many processes that import the same modules. Most tests wait more than they
-# compute: three at a time (WORKERS) keep two cores busy. The tests of a file run on one worker, since what they share costs
+# compute: four at a time (WORKERS) keep two cores busy. The tests of a file run on one worker, since what they share costs
 # the most: groups of ranks, engines, runs.
 PYTEST := env PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 \
   $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 RUN_TESTS := $(if $(FLAKES),$(BIN)/python -m tests.support.flakes repeat $(FLAKES) --) $(PYTEST)
 
-.PHONY: demo real test test-slow check docs setup setup-test clean
+.PHONY: demo real test test-slow test-nightly check docs setup setup-test clean
 
 demo: setup
 	$(BIN)/rl-async launch --mode disaggregated --config calculator $(if $(RUN_NAME),--name $(RUN_NAME)) $(SET)
@@ -34,10 +34,13 @@ real: $(VENV)/.real
 	$(BIN)/rl-async show runs/$(REAL_NAME) --eval
 
 test: setup-test
-	$(RUN_TESTS) -m "not slow" $(TESTS)
+	$(RUN_TESTS) -m "not slow and not nightly" $(TESTS)
 
 test-slow: setup-test
-	$(RUN_TESTS) $(if $(LISTED),--slow-or-listed=$(LISTED),-m slow) $(TESTS)
+	$(RUN_TESTS) $(if $(LISTED),--slow-or-listed=$(LISTED),-m "slow and not nightly") $(TESTS)
+
+test-nightly: setup-test
+	ALL_EXAMPLES=1 $(RUN_TESTS) -m nightly $(TESTS)
 
 check: setup-test
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check

@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--slow-or-listed",
         type=Path,
         metavar="FILE",
-        help="run only the slow tests and those that FILE lists, by their ids or those of their modules",
+        help="run only the slow tests but the nightly ones, and those that FILE lists, by their ids or their modules",
     )
 
 
@@ -50,6 +50,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     listed = set(file.read_text().splitlines()) if file.exists() else set()
 
     def wanted(item: pytest.Item) -> bool:
+        if "nightly" in item.keywords:
+            return False
         return "slow" in item.keywords or not listed.isdisjoint({item.nodeid, item.nodeid.split("::")[0]})
 
     config.hook.pytest_deselected(items=[item for item in items if not wanted(item)])

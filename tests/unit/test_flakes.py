@@ -191,9 +191,10 @@ def test_a_file_that_cannot_be_imported_fails_the_run(there: Path) -> None:
 
 @pytest.mark.slow
 def test_slow_tests_and_listed_ones_are_selected(tmp_path: Path) -> None:
-    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -p tests.support.outcomes\nmarkers = slow\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -p tests.support.outcomes\nmarkers =\n  slow\n  nightly")
     (tmp_path / "test_one.py").write_text(
         "import pytest\n@pytest.mark.slow\ndef test_slow(): pass\ndef test_listed(): pass\ndef test_other(): pass\n"
+        "@pytest.mark.slow\n@pytest.mark.nightly\ndef test_nightly(): pass\n"
     )
     (tmp_path / "test_two.py").write_text("def test_of_a_listed_module(): pass\n")
     (tmp_path / "list").write_text("test_one.py::test_listed\ntest_two.py\n")

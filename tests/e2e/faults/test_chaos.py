@@ -1,4 +1,7 @@
-"""Faults in whole runs, in trainers and at the queue; the programs in ``tests/chaos`` do more of it by hand."""
+"""Faults in whole runs, in trainers and at the queue; the programs in ``tests/chaos`` do more of it by hand.
+
+Every kind of fault strikes in ``.ci/run``; the nightly tests strike engines and trainers again, each on its own.
+"""
 
 import random
 import subprocess
@@ -14,7 +17,7 @@ MISSING = install(NEEDED)
 
 
 @pytest.mark.e2e
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_runs_survive_five_faults() -> None:
     command = [sys.executable, "-m", "tests.chaos", "--rounds", "5", "--steps", "15"]
@@ -24,7 +27,7 @@ def test_runs_survive_five_faults() -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_a_trainer_killed_three_times_ends_with_the_weights_of_an_undisturbed_one() -> None:
     command = [sys.executable, "-m", "tests.chaos.trainer", "--rounds", "3"]
