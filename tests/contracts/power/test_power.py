@@ -38,6 +38,7 @@ def test_a_queue_that_does_not_sync_starts_again_with_a_state_that_there_was(rec
     assert count > POINTS and not problems, problems
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_trainer_loses_nothing_that_it_acknowledged(recorder: Path, tmp_path: Path) -> None:
     """The config, the lineage, rows told to the queue as trained, checkpoints and their trajectories."""
