@@ -20,7 +20,7 @@ from rl_async.files import append_durably
 from rl_async.trainer.checkpoints import FORMAT, CheckpointState, Saver, drop_unfinished, newest_whole
 from rl_async.trainer.export import export
 from rl_async.trainer.records import next_lineage, require_newest
-from tests.support.forked import run_ranks
+from tests.support.forked import Forked, run_ranks
 
 WAIT_S = 60.0
 
@@ -73,12 +73,8 @@ def alone() -> Iterator[None]:
 
 
 def test_a_checkpoint_killed_halfway_is_never_picked_up(tmp_path: Path, alone: None) -> None:
-    root = Path(__file__).parents[3]
-    code = "import sys, pathlib, tests.contracts.trainer.test_saver as t; t.until_killed(pathlib.Path(sys.argv[1]))"
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    victim = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True)
-    assert victim.stdout is not None
-    assert victim.stdout.readline() == "half written\n"
+    victim = Forked("tests.contracts.trainer.test_saver", str(tmp_path))
+    assert victim.first_line() == "half written"
     victim.kill()
     victim.communicate()
     assert (tmp_path / ".step-000004.lineage0.tmp" / "weights").read_bytes() == b"half"
@@ -267,3 +263,7 @@ def test_only_its_own_lineage_waits_for_a_frozen_writer(tmp_path: Path) -> None:
         frozen.stdin.close()
     append_durably(path, b"rank\n", 3)
     assert path.read_bytes() == b"old\nnew\nrank\n"
+
+
+if __name__ == "__main__":
+    until_killed(Path(sys.argv[1]))
