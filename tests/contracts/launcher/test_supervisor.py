@@ -20,6 +20,7 @@ from rl_async.launcher.plan.planning import PortWish, assign_ports
 from rl_async.launcher.supervisor import Interrupted, RoleFailed, Supervisor
 
 DRIVER = Path(__file__).with_name("supervisor_process.py")
+SLOW = pytest.mark.slow
 LATE_S = 4.0  # within which a fake engine starts, and after which a silent one counts as lost
 
 
@@ -170,7 +171,7 @@ async def test_a_trainer_that_died_resumes(rig: Any, make_plan: Any) -> None:
     assert len(rig.pids("queue")) == 1
 
 
-@pytest.mark.parametrize("end", ["exit 0", "exit 143"])  # 143: somebody else asked it to stop
+@pytest.mark.parametrize("end", [pytest.param("exit 0", marks=SLOW), "exit 143"])  # 143: somebody else asked it to stop
 async def test_a_trainer_that_ends_early_without_error_goes_on(rig: Any, make_plan: Any, end: str) -> None:
     rig.do("trainer", end, "work")
     rig.go()
@@ -191,7 +192,7 @@ async def test_a_role_that_fails_too_often_fails_the_run(rig: Any, make_plan: An
     assert rig.left() == []
 
 
-@pytest.mark.parametrize("role", ["engine", "worker"])
+@pytest.mark.parametrize("role", ["engine", pytest.param("worker", marks=SLOW)])
 async def test_a_run_goes_on_without_one_of_several_engines_or_workers(rig: Any, make_plan: Any, role: str) -> None:
     async def meddle(supervisor: Supervisor) -> None:
         await eventually(lambda: state(supervisor, f"{role}-1") == ("failed", 1))
@@ -208,7 +209,9 @@ async def test_a_run_goes_on_without_one_of_several_engines_or_workers(rig: Any,
     }
 
 
-@pytest.mark.parametrize("role", ["queue", "engine", "worker", "trainer"])
+@pytest.mark.parametrize(
+    "role", ["queue", "trainer", *(pytest.param(role, marks=SLOW) for role in ("engine", "worker"))]
+)
 async def test_a_mistake_of_the_user_ends_the_run_at_once(rig: Any, make_plan: Any, role: str) -> None:
     rig.do(role, "exit 2")
     with pytest.raises(UserError, match="the data is wrong") as caught:
@@ -379,7 +382,7 @@ def driver(rig: Any, until: Any) -> Any:
         one.wait()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=SLOW)])
 def test_one_signal_stops_everything_cleanly(rig: Any, driver: Any, number: int) -> None:
     process = driver()
     process.send_signal(number)
