@@ -85,7 +85,9 @@ def test_an_engine_killed_in_the_middle_is_cut_off_and_the_others_go_on(
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-@pytest.mark.parametrize(("transport", "how"), [*((t, "kill") for t in TRANSPORTS), ("gloo", "stop")])
+@pytest.mark.parametrize(
+    ("transport", "how"), [*((t, "kill") for t in TRANSPORTS), pytest.param("gloo", "stop", marks=pytest.mark.slow)]
+)
 def test_engines_survive_a_rank_that_is_lost_in_the_middle_and_take_weights_from_the_next_ones(
     transport: TransportName, how: str, start: Start, tmp_path: Path
 ) -> None:

@@ -151,6 +151,7 @@ def test_a_dry_run_shows_the_plan_and_creates_nothing(tmp_path: Path, capsys: py
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_a_model_that_is_to_be_fine_tuned_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "--mode", "disaggregated", "--config", "smollm2-tools", "--dry-run"]) == 0
     shown = capsys.readouterr().out
@@ -162,7 +163,7 @@ def test_a_new_run_that_nothing_can_teach_is_refused(capsys: pytest.CaptureFixtu
     assert "reward.functions" in only_error(capsys, "launch", "--config", "calculator", "reward.functions=[]")
 
 
-@pytest.mark.parametrize(("longest", "lines"), [(127, 0), (128, 1), (1024, 0)])
+@pytest.mark.parametrize(("longest", "lines"), [(127, 0), (128, 1), pytest.param(1024, 0, marks=pytest.mark.slow)])
 def test_prompts_that_leave_no_room_to_answer_are_warned_of(
     longest: int, lines: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
