@@ -78,6 +78,7 @@ def assert_ranks_share_the_rows(home: Path, name: str, ranks: int) -> None:
         assert rows == sorted((line["group"], line["sample"]) for line in lines if line["step"] == step)
 
 
+@pytest.mark.slow
 def test_two_trainer_ranks_share_every_batch(home: Path, start: Callable[..., Run]) -> None:
     """And agree on when the queue holds enough trained bytes for a checkpoint out of turn."""
     finish(start("ranks", "trainer.ranks=2", "trainer.checkpoint_every=0", "queue.max_bytes=100000"))
@@ -193,6 +194,7 @@ def test_a_run_goes_on_when_tools_raise_and_rewards_hang(home: Path, start: Call
     assert all("hanging.py:score" in row["error"] and "reward.timeout_s" in row["error"] for row in marked)
 
 
+@pytest.mark.slow
 def test_a_reward_that_always_fails_ends_the_run_with_its_message(home: Path, start: Callable[..., Run]) -> None:
     # It scores the empty answer that it is tried with before the run starts.
     (home / "failing.py").write_text("def score(solution_str):\n    return {}[solution_str] if solution_str else 0.0\n")

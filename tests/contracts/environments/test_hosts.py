@@ -140,7 +140,9 @@ async def test_a_game_of_several_roles(where: Open, tmp_path: Path) -> None:
 
 
 @both
-@pytest.mark.parametrize(("answer", "named"), [("raise", "worlds.py:"), ("forge", "assistant")])
+@pytest.mark.parametrize(
+    ("answer", "named"), [pytest.param("raise", "worlds.py:", marks=pytest.mark.slow), ("forge", "assistant")]
+)
 async def test_what_a_game_does_wrong_fails_its_episode_alone(
     where: Open, tmp_path: Path, answer: str, named: str
 ) -> None:
@@ -226,7 +228,7 @@ async def test_no_more_start_at_once_than_allowed(tmp_path: Path) -> None:
     assert len(set(names)) == 5
 
 
-@pytest.mark.parametrize("welcomed", [False, True])
+@pytest.mark.parametrize("welcomed", [pytest.param(False, marks=pytest.mark.slow), True])
 async def test_a_host_that_is_starting_when_all_are_closed_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, welcomed: bool
 ) -> None:
@@ -293,6 +295,7 @@ async def test_an_episode_that_waits_may_be_given_up(tmp_path: Path) -> None:
         await play()
 
 
+@pytest.mark.slow
 async def test_a_host_that_ends_itself_again_and_again_is_started_again(tmp_path: Path) -> None:
     async with hosted("EndsItsProcess", tmp_path) as environments:
         for _ in range(2):
@@ -303,7 +306,10 @@ async def test_a_host_that_ends_itself_again_and_again_is_started_again(tmp_path
 
 @pytest.mark.parametrize(
     ("world", "hosts", "named"),
-    [("Missing", {}, "agent.environment"), ("Game", {"ready": 1}, "agent.environment_hosts.ready")],
+    [
+        pytest.param("Missing", {}, "agent.environment", marks=pytest.mark.slow),
+        ("Game", {"ready": 1}, "agent.environment_hosts.ready"),
+    ],
 )
 async def test_what_cannot_work_is_a_config_error(
     tmp_path: Path, world: str, hosts: dict[str, Any], named: str
@@ -379,7 +385,9 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-@pytest.mark.parametrize("killed", ["host", "its guard", "its guard, without a folder"])
+@pytest.mark.parametrize(
+    "killed", ["host", pytest.param("its guard", marks=pytest.mark.slow), "its guard, without a folder"]
+)
 async def test_what_a_killed_host_had_started_is_ended(tmp_path: Path, killed: str) -> None:
     async with hosted("Parent", tmp_path) as environments:
         with pytest.raises(EnvironmentFailed, match="environment host 0"):

@@ -136,7 +136,7 @@ def test_killed_queue_is_restored_from_a_snapshot(run, port):
         second.communicate()
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+@pytest.mark.parametrize("host", [pytest.param("127.0.0.1", marks=pytest.mark.slow), "0.0.0.0"])
 def test_a_queue_wants_keys_and_then_serves_who_has_them(run, port, host):
     keys = run / "keys"
     (run / "config.yaml").write_text(dump(msgspec.structs.replace(CONFIG, queue=QueueConfig(journal="memory"))))

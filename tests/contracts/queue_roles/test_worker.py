@@ -82,7 +82,7 @@ def wait_for_worker(client: SyncQueueClient) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "end of the run"])
+@pytest.mark.parametrize("how", [pytest.param("SIGTERM", marks=pytest.mark.slow), "end of the run"])
 def test_a_worker_ends_cleanly(run: Path, address: str, how: str) -> None:
     worker = start("agent_loop", "--run", str(run), "--index", "0", "--queue", address)
     try:

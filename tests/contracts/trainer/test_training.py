@@ -24,7 +24,7 @@ def train(model: Path, out: Path, ranks: int, tokens: int, correction: str, size
     return told[0]
 
 
-@pytest.mark.parametrize("correction", ["decoupled_token_is", "bypass_ppo_clip"])
+@pytest.mark.parametrize("correction", ["decoupled_token_is", pytest.param("bypass_ppo_clip", marks=pytest.mark.slow)])
 def test_ranks_and_micro_batches_do_not_change_what_is_learned(
     model_folder: Path, tmp_path: Path, correction: str
 ) -> None:

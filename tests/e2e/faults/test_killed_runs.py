@@ -41,6 +41,7 @@ def test_a_killed_colocated_trainer_wakes_the_engines_it_left_asleep(home: Path,
     assert {m["lineage"] for m in assert_complete(home, "asleep", bound=0)} == {0, 1}
 
 
+@pytest.mark.slow
 def test_interrupt_and_resume_everything(home: Path, start: Callable[..., Run]) -> None:
     run = start("resumed", "debug.min_train_s=0.3", "launcher.stop_timeout_s=40")
     wait_for_steps(home, "resumed", 5, run)

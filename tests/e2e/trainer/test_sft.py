@@ -174,6 +174,7 @@ def test_killed_in_the_middle_it_ends_as_if_undisturbed(
     assert_as_undisturbed(home, out)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one_does(home: Path, undisturbed: "subprocess.CompletedProcess[str]") -> None:
     done = call(home, "two", "--ranks", "2")
     assert done.returncode == 0, done.stderr + log_of(home / "two.run")
