@@ -78,6 +78,7 @@ def test_a_gate_that_is_never_reached_leaves_no_model(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_pretrained_model_is_fine_tuned_on_demonstrations(prepared: Path, tmp_path: Path) -> None:
     few("market", tmp_path)
     base, made = prepared / "artifacts/calculator/model", tmp_path / "artifacts/market/model"

@@ -74,7 +74,7 @@ def test_what_the_hub_has_not_is_one_line(tmp_path: Path, split: dict[str, bytes
     assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("offline", [False, True])
+@pytest.mark.parametrize("offline", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_no_network_is_one_line_that_names_the_key(tmp_path: Path, offline: bool) -> None:
     done = rl_async(
         *(tmp_path, "http://127.0.0.1:9", "launch", "--config", "calculator", "--mode", "disaggregated", "--dry-run"),
@@ -103,11 +103,7 @@ def test_modelscope_is_asked_through_its_own_client(tmp_path: Path, split: dict[
     assert other.returncode == 2 and "data.path: " in other.stderr and "v9" in other.stderr
     assert "Traceback" not in other.stderr
 
-
-@needs_modelscope
-def test_without_a_network_modelscopes_cache_is_taken(tmp_path: Path, split: dict[str, bytes]) -> None:
-    with fake_modelscope({DATA: split}) as endpoint:
-        first = rl_async(tmp_path, endpoint, "data", "inspect", "modelscope:org/tasks")
+    # Without a network, its cache is taken.
     again = rl_async(tmp_path, "http://127.0.0.1:9", "data", "inspect", "modelscope:org/tasks")
     assert (first.returncode, again.returncode) == (0, 0), first.stderr + again.stderr
     assert first.stdout == again.stdout

@@ -39,13 +39,19 @@ def test_code_that_fits_is_loaded_outside_this_process() -> None:
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("agent.loop=mine.py:nope", ["agent.loop", "'nope'"]),
         ("agent.loop=mine.py:score", ["agent.loop", "mine.py:score"]),
-        ("agent.tools=[no/such.py:tool]", ["agent.tools", "no/such.py"]),
-        ("agent.environment=broken.py:World", ["agent.environment", "nothing_like_this", "broken.py:2"]),
         ("agent.environment=leaves.py:World", ["agent.environment", "SystemExit", "leaves.py:2"]),
         ("reward.functions=[{name: mine.py:odd}]", ["reward.functions", "'solution'"]),
-        ("algorithm.loss=mine.py:nope", ["algorithm.loss", "'nope'"]),
+        *(
+            # Each starts a process of its own.
+            pytest.param(override, named, marks=pytest.mark.slow)
+            for override, named in (
+                ("agent.loop=mine.py:nope", ["agent.loop", "'nope'"]),
+                ("agent.tools=[no/such.py:tool]", ["agent.tools", "no/such.py"]),
+                ("agent.environment=broken.py:World", ["agent.environment", "nothing_like_this", "broken.py:2"]),
+                ("algorithm.loss=mine.py:nope", ["algorithm.loss", "'nope'"]),
+            )
+        ),
     ],
 )
 def test_a_mistake_names_the_key(override: str, named: list[str]) -> None:
@@ -54,7 +60,7 @@ def test_a_mistake_names_the_key(override: str, named: list[str]) -> None:
     assert all(part in str(caught.value) for part in named) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+@pytest.mark.parametrize("more", [[], pytest.param(["--dry-run"], marks=pytest.mark.slow)])
 def test_a_mistake_does_not_use_up_the_name(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "--config", "calculator", "--name", "mine", "agent.loop=mine.py:nope", *more]) == 2
     assert "agent.loop" in capsys.readouterr().err and not Path("runs").exists()
