@@ -34,20 +34,18 @@ def trained(home: Path, name: str) -> list[tuple[int, int, str]]:
 
 def test_a_run_is_trained_again_bit_by_bit(workplace: Path) -> None:
     launch(workplace, "before")
-    for name, every in (("again", 1), ("once-more", 2)):
-        launch(workplace, name, "rollout.replay=runs/before", f"weight_sync.every={every}")
-        assert trained(workplace, name) == trained(workplace, "before")
-        for then, now in zip(
-            lines(workplace, "before", "metrics.jsonl"), lines(workplace, name, "metrics.jsonl"), strict=True
-        ):
-            same = {key for key in then if not key.startswith(OTHERWISE)}
-            assert {"loss/policy", "loss/grad_norm", "correction/kl", "reward/mean", "staleness/max"} <= same
-            assert {key: then[key] for key in same} == {key: now.get(key) for key in same}
-        assert "exactly once" in succeed(workplace, "audit", f"runs/{name}")
-        started = {
-            process["name"] for process in json.loads((workplace / "runs" / name / "processes.json").read_text())
-        }
-        assert started == {"queue", "worker-0", "trainer-0"}
+    # It publishes less often than the run before it: no engine is there to need the weights.
+    launch(workplace, "again", "rollout.replay=runs/before", "weight_sync.every=2")
+    assert trained(workplace, "again") == trained(workplace, "before")
+    for then, now in zip(
+        lines(workplace, "before", "metrics.jsonl"), lines(workplace, "again", "metrics.jsonl"), strict=True
+    ):
+        same = {key for key in then if not key.startswith(OTHERWISE)}
+        assert {"loss/policy", "loss/grad_norm", "correction/kl", "reward/mean", "staleness/max"} <= same
+        assert {key: then[key] for key in same} == {key: now.get(key) for key in same}
+    assert "exactly once" in succeed(workplace, "audit", "runs/again")
+    started = {process["name"] for process in json.loads((workplace / "runs" / "again" / "processes.json").read_text())}
+    assert started == {"queue", "worker-0", "trainer-0"}
     refused = call(
         workplace, "launch", "--config", "calculator", *SMALL, "rollout.replay=runs/before", "trainer.steps=9"
     )
