@@ -158,20 +158,26 @@ async def test_a_child_that_a_function_forks_answers_for_no_conversation() -> No
     [
         ("cancelled", "CancelledError"),
         ("leaves", "SystemExit"),
-        ("leaves_too", "SystemExit"),
         ("swallows", "reward.timeout_s"),
         ("raises_half_a_character", "ValueError"),
         ("gives_what_exits", "SystemExit"),
-        ("raises_what_exits", "_ErrorThatExits"),
-        ("raises_what_exits_too", "_ErrorThatExits"),
         ("raises_its_own", "_Own"),
-        ("is_interrupted", "KeyboardInterrupt"),
-        ("raises_a_group", "BaseExceptionGroup"),
-        pytest.param("swallows_all", "reward.timeout_s", marks=pytest.mark.slow),
-        ("reads_its_input", "EOFError"),
-        pytest.param("waits_for_a_child", "reward.timeout_s", marks=pytest.mark.slow),
         ("leaves_a_child_and_ends", "exit code 6"),
-        ("writes_lines", "ValueError"),
+        *(
+            # Each starts processes of its own.
+            pytest.param(name, reason, marks=pytest.mark.slow)
+            for name, reason in (
+                ("leaves_too", "SystemExit"),
+                ("raises_what_exits", "_ErrorThatExits"),
+                ("raises_what_exits_too", "_ErrorThatExits"),
+                ("is_interrupted", "KeyboardInterrupt"),
+                ("raises_a_group", "BaseExceptionGroup"),
+                ("swallows_all", "reward.timeout_s"),
+                ("reads_its_input", "EOFError"),
+                ("waits_for_a_child", "reward.timeout_s"),
+                ("writes_lines", "ValueError"),
+            )
+        ),
     ],
 )
 async def test_nothing_that_a_function_raises_ends_the_service(name: str, reason: str) -> None:
@@ -183,7 +189,13 @@ async def test_nothing_that_a_function_raises_ends_the_service(name: str, reason
             scored.error.encode()
 
 
-@pytest.mark.parametrize("name", ["ends_the_process", "stops_the_loop", "cancels_all", "ends_the_loop_later"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("ends_the_process", "stops_the_loop"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("cancels_all", "ends_the_loop_later")),
+    ],
+)
 async def test_a_coroutine_that_ends_its_process_names_itself_and_the_next_has_another(name: str) -> None:
     async with RewardService(config(user(name), timeout_s=60.0)) as service:
         for _ in range(2):
