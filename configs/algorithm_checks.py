@@ -44,7 +44,7 @@ def _correction(c: RunConfig) -> str | None:
         correction = resolve(c.algorithm.correction, c.algorithm.correction_options)
     except ConfigError as error:
         return str(error)
-    rules = (_correction_loss, _double_weight, _bypass, _excludes_everything)
+    rules = (_correction_loss, _double_weight, _row_weight, _bypass, _excludes_everything)
     return next((message for rule in rules if (message := rule(c.algorithm, correction))), None)
 
 
@@ -62,6 +62,16 @@ def _double_weight(a: AlgorithmConfig, correction: Correction) -> str | None:
         return (
             f"algorithm.loss={a.loss} multiplies by pi_old/mu itself, and algorithm.correction={a.correction} would "
             "weigh tokens again; use algorithm.correction=disabled, or algorithm.loss=ppo"
+        )
+    return None
+
+
+def _row_weight(a: AlgorithmConfig, correction: Correction) -> str | None:
+    if _loss(a, correction).weighs_rows and correction.weight == "sequence":
+        return (
+            f"algorithm.loss={a.loss} multiplies the weights of a row's tokens, and the weight=sequence of "
+            f"algorithm.correction={a.correction} would count for each of them; use weights of tokens, such as "
+            "algorithm.correction=decoupled_token_is, or none"
         )
     return None
 
@@ -112,6 +122,11 @@ def _excludes_everything(a: AlgorithmConfig, correction: Correction) -> str | No
 
 
 def _never_acts(c: RunConfig) -> str | None:
+    if c.algorithm.norm_length is not None and c.algorithm.aggregation != "seq-mean-token-sum-norm":
+        return (
+            f"algorithm.norm_length does nothing with algorithm.aggregation={c.algorithm.aggregation}; use "
+            "seq-mean-token-sum-norm"
+        )
     age, options = c.algorithm.correction_options.max_age, c.algorithm.loss_options
     if isinstance(age, int) and age >= c.queue.max_staleness:
         return (
@@ -207,8 +222,13 @@ def _kl(c: RunConfig) -> str | None:
             "algorithm.kl.estimator=full needs both distributions over the vocabulary, which no token's reward keeps; "
             "use algorithm.kl.place=loss, or another estimator"
         )
-    if kl.coef == 0 and (kl.adaptive or kl.reference_path is not None):
-        key = "adaptive" if kl.adaptive else "reference_path"
+    if kl.unbiased and (kl.place == "reward" or kl.estimator not in ("k1", "k3")):
+        return (
+            f"algorithm.kl.unbiased changes the gradient of k1 and k3 in the loss, and this is {kl.estimator} in the "
+            f"{kl.place}; leave it out, or choose those"
+        )
+    if kl.coef == 0 and (kl.unbiased or kl.adaptive or kl.reference_path is not None):
+        key = "unbiased" if kl.unbiased else "adaptive" if kl.adaptive else "reference_path"
         return f"algorithm.kl.{key} does nothing while algorithm.kl.coef=0; set algorithm.kl.coef"
     rows = c.data.train_batch_groups * c.rollout.group_size
     if kl.adaptive and kl.adaptive.horizon <= ADAPTIVE_LIMIT * rows:

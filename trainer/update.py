@@ -26,7 +26,7 @@ from rl_async.trainer.algorithms import advantages as shaping
 from rl_async.trainer.algorithms.advantages import AdvantageInputs, Groups
 from rl_async.trainer.algorithms.algorithm import Algorithm
 from rl_async.trainer.algorithms.correction import LOG_RATIO_LIMIT, Corrected, correction_metrics
-from rl_async.trainer.algorithms.losses import LossInputs, SelectInputs, count
+from rl_async.trainer.algorithms.losses import LossInputs, SelectInputs, count, high_entropy, near_policy
 from rl_async.trainer.algorithms.rows import Rows, on_tokens, row_sums
 from rl_async.trainer.backend import LossFn, Outputs, Reference
 from rl_async.trainer.batch_layout import cost_imbalance, mask_bound, token_imbalance
@@ -188,7 +188,7 @@ def warn_unrecorded() -> None:
 # --- Passes without gradient
 
 
-SUMS = ("kl", "entropy", "clipped", "tokens", "routed", "agreed", "distance", "taught")
+SUMS = ("kl", "entropy", "clipped", "tokens", "routed", "agreed", "distance", "taught", "masked")
 
 
 @dataclass
@@ -228,13 +228,14 @@ class LossSums:
         zero = torch.zeros((), dtype=torch.float64)
         totals = torch.stack([self.sums.get(name, zero).cpu() for name in SUMS])
         self.ranks.all_reduce(totals)
-        kl, entropy, clipped, tokens, routed, agreed, distance, taught = totals.tolist()
+        kl, entropy, clipped, tokens, routed, agreed, distance, taught, masked = totals.tolist()
         metrics = {
             "loss/kl_reference": kl / max(tokens, 1),
             "loss/entropy": entropy / max(tokens, 1),
             "loss/clip_fraction": clipped / max(tokens, 1),
         }
         metrics |= {"loss/kl_teacher": distance / taught} if taught else {}
+        metrics |= {"loss/masked_fraction": masked / max(tokens, 1)} if "masked" in self.sums else {}
         return metrics | ({"router/agreement": agreed / routed} if routed else {})
 
 
@@ -243,7 +244,8 @@ class Precomputed:
     """Results of the passes without gradient, on the host, [M].
 
     ``proximal`` is log pi_old, or log mu when bypassed; ``values`` are the critic's; ``sum_squares`` is the sum of
-    pi_old^2 over the vocabulary. ``reference`` and ``teacher`` are log-probabilities by these models.
+    pi_old^2 over the vocabulary, and ``entropy`` that of pi_old. ``reference`` and ``teacher`` are log-probabilities
+    by these models.
     """
 
     proximal: Tensor
@@ -251,6 +253,7 @@ class Precomputed:
     teacher: Tensor | None = None
     values: Tensor | None = None
     sum_squares: Tensor | None = None
+    entropy: Tensor | None = None
 
 
 def precompute(
@@ -290,6 +293,8 @@ def precompute(
             found = replace(found, proximal=passed if algorithm.decoupled else bypassed)
         if "sum_squares" in algorithm.precompute:
             found = replace(found, sum_squares=whole_batch([o.sum_squares for o in outputs]))
+        if "entropy" in algorithm.precompute:
+            found = replace(found, entropy=whole_batch([o.entropy for o in outputs]))
         if "values" in algorithm.precompute:
             found = replace(found, values=whole_batch([o.values for o in outputs]))
     if models.reference is not None and not algorithm.whole_reference:
@@ -460,7 +465,7 @@ class Objective:
         """Make the loss of this rank's ``parts`` of the mini-batch ``rows`` (of all ranks).
 
         Args:
-            width: tokens of the longest possible response, for seq-mean-token-sum-norm.
+            width: the length that divides with seq-mean-token-sum-norm.
             seed: of this mini-batch, for losses that draw tokens.
         """
         whole, sums, row_weights = self.whole, self.sums, self.whole.row_weights
@@ -482,6 +487,13 @@ class Objective:
                 )
             )
 
+        uncertain = None
+        if self.precomputed.entropy is not None:
+            uncertain = torch.zeros_like(whole.mask)
+            uncertain[positions] = high_entropy(
+                self.precomputed.entropy[positions], mask[positions], self.config.top_entropy
+            )
+
         def loss_fn(number: int, outputs: Outputs) -> Tensor:
             micro, logprobs = parts[number], outputs.logprobs
             assert logprobs is not None
@@ -500,6 +512,12 @@ class Objective:
                 selected=None if selected is None else micro.cut(selected),
             )
             per_token, clipped = self.algorithm.loss.per_token(inputs), inputs.clipped
+            if uncertain is not None or self.config.off_policy_mask is not None:
+                trains = inputs.mask if uncertain is None else micro.cut(uncertain)
+                if self.config.off_policy_mask is not None:
+                    trains = trains & near_policy(inputs, self.config.off_policy_mask)
+                per_token = torch.where(trains, per_token, 0.0)
+                sums.add("masked", torch.ones_like(logprobs), inputs.mask & ~trains)
             kl: Tensor | None = None
             regularisation = torch.zeros_like(inputs.logprobs)
             if self.config.kl.place != "reward" and self.reference is not None:
@@ -510,6 +528,8 @@ class Objective:
             elif self.config.kl.place != "reward" and self.precomputed.reference is not None:
                 reference = torch.where(inputs.mask, micro.cut(self.precomputed.reference), 0.0)
                 kl = self.algorithm.kl(inputs.logprobs, reference)
+                if self.config.kl.unbiased:
+                    kl = kl * inputs.ratio
                 # An estimate from the sampled token is weighted where a grammar's mask restricted the choice. A whole
                 # distribution needs no weight.
                 if whole.grammar_weights is not None:
@@ -576,7 +596,8 @@ def train_minibatches(
     for epoch in range(config.trainer.epochs):
         for number, (mini, parts) in enumerate(zip(batch.plan, minis, strict=True)):
             seed = hash((config.seed, batch.step, epoch, number))
-            loss_fn = objective.minibatch(parts, mini.rows, config.rollout.max_model_len, seed)
+            width = config.algorithm.norm_length or config.rollout.max_model_len
+            loss_fn = objective.minibatch(parts, mini.rows, width, seed)
             try:
                 if critic is not None:
                     loss_fn = critic.wrap_loss(models.critic, loss_fn, parts, mini.rows)

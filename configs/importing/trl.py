@@ -49,6 +49,12 @@ KEYS = (
     Key("delta", "algorithm.loss_options.clip_dual"),
     Key("sapo_temperature_pos", "algorithm.loss_options.sapo_tau_positive", 1.0),
     Key("sapo_temperature_neg", "algorithm.loss_options.sapo_tau_negative", 1.05),
+    Key("vespo_k_pos", "algorithm.loss_options.vespo_k_positive", 2.0),
+    Key("vespo_k_neg", "algorithm.loss_options.vespo_k_negative", 3.0),
+    Key("vespo_lambda_pos", "algorithm.loss_options.vespo_lambda_positive", 3.0),
+    Key("vespo_lambda_neg", "algorithm.loss_options.vespo_lambda_negative", 2.0),
+    Key("top_entropy_quantile", "algorithm.top_entropy", 1.0),
+    Key("off_policy_mask_threshold", "algorithm.off_policy_mask"),
     Key("beta", "algorithm.kl.coef", 0.0),
     Key("entropy_coef", "algorithm.entropy_coef", 0.0),
     Key("mask_truncated_completions", "algorithm.shaping.overlong_filter", False),
@@ -59,7 +65,7 @@ OTHER_KEYS = (Key("max_prompt_length", "data.max_prompt_tokens"),)
 AGGREGATION = {
     **dict.fromkeys(("grpo", "sapo"), "seq-mean-token-mean"),
     "luspo": "seq-mean-token-sum",
-    **dict.fromkeys(("bnpo", "dapo", "cispo"), "token-mean"),
+    **dict.fromkeys(("bnpo", "dapo", "cispo", "vespo"), "token-mean"),
     "dr_grpo": "seq-mean-token-sum-norm",
 }
 
@@ -89,8 +95,7 @@ TRACKERS = ("tensorboard", "swanlab", "wandb", "mlflow")
 NO_COUNTERPART = {
     "per_device_train_batch_size": "micro-batches are packed to trainer.max_tokens_per_microbatch",
     "num_train_epochs": "a run ends after trainer.steps",
-    **dict.fromkeys(("vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg"), "there is no VESPO"),
-    **dict.fromkeys(("top_entropy_quantile", "off_policy_mask_threshold", "min_p", "repetition_penalty"), "not here"),
+    **dict.fromkeys(("min_p", "repetition_penalty"), "not here"),
     **dict.fromkeys(("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"), "the reference stays"),
     **dict.fromkeys(("lora_dropout", "lora_r", "lora_alpha", "lora_target_modules"), "not here, or without use_peft"),
     **dict.fromkeys(("chat_template_kwargs", "chat_template_path"), "prompts are rendered by the template's defaults"),
@@ -376,11 +381,13 @@ def _loss(t: Translation) -> None:
     if kind not in AGGREGATION:
         t.missing.append(f"the loss loss_type={kind}; write it as algorithm.loss=path.py:name")
         return
-    loss = kind if kind in ("cispo", "sapo") else ("gspo" if level == "sequence" else "ppo")
+    loss = kind if kind in ("cispo", "sapo", "vespo") else ("gspo" if level == "sequence" else "ppo")
     t.put("algorithm.loss", loss, "loss_type", "importance_sampling_level")
     t.put("algorithm.aggregation", AGGREGATION[kind], "loss_type")
     if kind == "dr_grpo":
-        t.notes.append("dr_grpo: TRL divides by max_completion_length, ours by rollout.max_model_len")
+        t.put("algorithm.norm_length", t.number("max_completion_length", 512), "max_completion_length")
+    if t.ours.get("algorithm.kl.coef"):
+        t.put("algorithm.kl.unbiased", t.take("use_bias_correction_kl", True), "use_bias_correction_kl")
 
 
 def _batches(t: Translation) -> None:

@@ -186,7 +186,7 @@ NO_COUNTERPART = {
     "trainer": "not read",
     "algorithm.filter_groups": "a number as algorithm.shaping.dynamic_sampling bounds refills",
     f"{ACTOR}.policy_loss": "a number of a loss that is not used, or unknown here",
-    f"{ACTOR}.loss_scale_factor": "seq-mean-token-sum-norm divides by rollout.max_model_len",
+    f"{ACTOR}.loss_scale_factor": "only loss_agg_mode=seq-mean-token-sum-norm reads it",
     f"{ACTOR}.ppo_micro_batch_size": "micro-batches are packed to trainer.max_tokens_per_microbatch",
     f"{ACTOR}.ppo_micro_batch_size_per_gpu": "micro-batches are packed to trainer.max_tokens_per_microbatch",
     f"{ACTOR}.use_dynamic_bsz": "micro-batches are always packed by tokens",
@@ -524,7 +524,7 @@ def _loss(t: Translation) -> None:
         t.put(f"algorithm.loss_options.{mode}", low, theirs[0])
         if low != high:
             t.put("algorithm.loss_options.dppo_high", high, theirs[1])
-        t.notes.append(f"{mode}: verl caps the ratio at clip_ratio_c, ours has no cap")
+        t.put("algorithm.loss_options.dppo_cap", t.take(f"{ACTOR}.clip_ratio_c", 3.0), f"{ACTOR}.clip_ratio_c")
     else:
         # A ratio is never below 0, so that every larger bound is none.
         t.put("algorithm.clip_low", min(low, 1.0), theirs[0])
@@ -536,6 +536,10 @@ def _loss(t: Translation) -> None:
         aggregation = "seq-mean-token-mean"
         t.notes.append(f"{mode}: verl takes seq-mean-token-mean whatever loss_agg_mode says, and so it is written")
     t.put("algorithm.aggregation", aggregation, f"{ACTOR}.loss_agg_mode", f"{ACTOR}.policy_loss.loss_mode")
+    if aggregation == "seq-mean-token-sum-norm":
+        # Responses are padded to the longest that the config allows.
+        length = t.take(f"{ACTOR}.loss_scale_factor") or t.number("data.max_response_length", 512)
+        t.put("algorithm.norm_length", length, f"{ACTOR}.loss_scale_factor", "data.max_response_length")
 
 
 def _kl(t: Translation) -> None:

@@ -260,6 +260,15 @@ class LossOptions(Config, frozen=True):
     dppo_high: Annotated[
         AboveZero | None, loss_option("dppo_high", "limit where A > 0, in place of dppo_tv or dppo_kl; null: no other.")
     ] = None
+    dppo_cap: Annotated[
+        AboveZero | None, loss_option("dppo_cap", "largest ratio in the gradient, verl's clip_ratio_c; null: none.")
+    ] = None
+    vespo_k_positive: Annotated[NotNegative, loss_option("vespo_k_positive", "exponent k where A >= 0.")] = 2.0
+    vespo_lambda_positive: Annotated[AboveZero, loss_option("vespo_lambda_positive", "decay lambda where A >= 0.")] = (
+        3.0
+    )
+    vespo_k_negative: Annotated[NotNegative, loss_option("vespo_k_negative", "exponent k where A < 0.")] = 3.0
+    vespo_lambda_negative: Annotated[AboveZero, loss_option("vespo_lambda_negative", "decay lambda where A < 0.")] = 2.0
     ipo: Annotated[AboveZero, loss_option("ipo", "largest change of a token's probability.")] = 0.1
     ipo_penalty: Annotated[NotNegative, loss_option("ipo_penalty", "weight of (log r)^2, on every token.")] = 1e-3
     m2po: Annotated[AboveZero, loss_option("m2po", "budget for the mean of (log pi_old/mu)^2.")] = 0.04
@@ -287,6 +296,9 @@ class KlConfig(Config, frozen=True):
         Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+", "full"],
         doc("Estimator of KL(pi || reference) per token; full needs both logits; + : k2's gradient."),
     ] = "k3"
+    unbiased: Annotated[
+        bool, doc("k1 and k3 in the loss: multiplied by pi/pi_old, so that their gradient is that of the divergence.")
+    ] = False
     place: Annotated[Literal["loss", "reward"], doc("Added to the loss, or taken from each token's reward.")] = "loss"
     adaptive: Annotated[AdaptiveKl | None, doc("The coefficient follows a target; null: it stays.")] = None
     reference_path: Annotated[str | None, doc("Reference model; null: model.path.")] = None
@@ -394,6 +406,17 @@ class AlgorithmConfig(Config, frozen=True):
     aggregation: Annotated[Aggregation, doc("How token losses become one number, over the global mini-batch.")] = (
         "token-mean"
     )
+    norm_length: Annotated[
+        Positive | None, doc("seq-mean-token-sum-norm: the length that divides; null: rollout.max_model_len.")
+    ] = None
+    top_entropy: Annotated[
+        float,
+        Meta(gt=0, le=1, description="Share of a mini-batch's tokens, those of highest entropy, that the loss trains."),
+    ] = 1.0
+    off_policy_mask: Annotated[
+        AboveZero | None,
+        doc("Tokens with A < 0 are left out of the loss if the mean log mu/pi of their row is above this (OPSM)."),
+    ] = None
     clip_low: Annotated[float, Meta(gt=0, le=1, description="Ratio is clipped below 1 - clip_low.")] = 0.2
     clip_high: Annotated[float, Meta(gt=0, description="Ratio is clipped above 1 + clip_high.")] = 0.28
     entropy_coef: Annotated[float, Meta(ge=0, description="Weight of the entropy bonus.")] = 0.0

@@ -23,6 +23,7 @@ class Loss:
         behaviour: "weighs" if it multiplies by pi_old/mu, "limits" if it bounds pi_old against mu.
         selects: Whether it picks tokens from the whole mini-batch before its forward passes.
         options: Fields of LossOptions that it reads.
+        weighs_rows: Whether it multiplies the weights of a row's tokens, so that one of the row would count too often.
         ascending: Pairs of options; the first must be below the second.
     """
 
@@ -30,6 +31,7 @@ class Loss:
     behaviour: Literal["unused", "weighs", "limits"] = "unused"
     selects: bool = False
     options: tuple[str, ...] = ()
+    weighs_rows: bool = False
     ascending: tuple[tuple[str, str], ...] = ()
 
 
@@ -66,10 +68,14 @@ LOSSES: dict[str, Loss] = {
     "sapo": Loss(options=("sapo_tau_positive", "sapo_tau_negative")),
     "cispo": Loss(),
     "dro": Loss(options=("dro_beta",)),
-    "dppo_tv": Loss(options=("dppo_tv", "dppo_high")),
-    "dppo_kl": Loss(options=("dppo_kl", "dppo_high")),
+    "dppo_tv": Loss(options=("dppo_tv", "dppo_high", "dppo_cap")),
+    "dppo_kl": Loss(options=("dppo_kl", "dppo_high", "dppo_cap")),
+    "vespo": Loss(
+        options=("vespo_k_positive", "vespo_lambda_positive", "vespo_k_negative", "vespo_lambda_negative"),
+        weighs_rows=True,
+    ),
     "ipo": Loss(options=("ipo", "ipo_penalty")),
-    "prime_rl": Loss(options=("dppo_tv", "dppo_high", "ipo_penalty")),
+    "prime_rl": Loss(options=("dppo_tv", "dppo_high", "dppo_cap", "ipo_penalty")),
     "m2po": Loss(behaviour="limits", selects=True, options=("m2po",)),
     "clip_cov": Loss(
         selects=True,

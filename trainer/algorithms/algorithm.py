@@ -81,6 +81,8 @@ def build(config: RunConfig) -> Algorithm:
     precompute: set[OutputName] = set()
     if "sum_squares" in advantage_needs(algorithm.advantage):
         precompute.add("sum_squares")
+    if algorithm.top_entropy < 1:
+        precompute.add("entropy")
     train_outputs: set[OutputName] = set()
     if algorithm.entropy_coef > 0:
         train_outputs.add("entropy")

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -230,6 +231,27 @@ def gmpo(x: LossInputs) -> Tensor:
     return -weights * log_mean.exp() * _row_mean(x.advantages, x)
 
 
+LOG_WEIGHT_BOUNDS = math.log(1e-8), LOG_RATIO_LIMIT
+
+
+def vespo(x: LossInputs) -> Tensor:
+    """-sg(phi(W)) A log pi_theta with phi(W) = W^k exp(lambda (1 - W)), [B, T].
+
+    W is the product of w r over a row's free tokens. phi is 1 on-policy and falls smoothly on both sides; k and lambda go by the sign of A. log W is limited to
+    [log 1e-8, 20] and each log r to +-20, as in TRL. Weights are part of W. A token that is not free keeps its own
+    weight as a factor instead. Source: VESPO (arXiv:2602.10693).
+    """
+    options = x.options.loss_options
+    logs = x.log_ratio.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    logs = logs + x.weights.log().clamp(*LOG_WEIGHT_BOUNDS)
+    log_weight = torch.where(x.free, logs, 0.0).sum(1, keepdim=True).clamp(*LOG_WEIGHT_BOUNDS)
+    good = x.advantages >= 0
+    k = torch.where(good, options.vespo_k_positive, options.vespo_k_negative)
+    decay = torch.where(good, options.vespo_lambda_positive, options.vespo_lambda_negative)
+    phi = (decay + k * log_weight - decay * log_weight.exp()).exp()
+    return -torch.where(x.free, 1.0, x.weights) * phi * x.advantages * x.logprobs
+
+
 # --- A trust region: tokens whose policy has moved too far are masked, -w r A elsewhere
 
 
@@ -245,9 +267,12 @@ def _beyond(x: LossInputs, distance: Tensor, limit: float) -> Tensor:
     return distance > (limit if high is None else torch.where(x.advantages > 0, high, limit))
 
 
-def _masked(x: LossInputs, drop: Tensor) -> Tensor:
-    """-w r A, 0 where ``drop``."""
-    return -x.weights * torch.where(drop, 0.0, x.ratio * x.advantages)
+def _masked(x: LossInputs, drop: Tensor, cap: float | None = None) -> Tensor:
+    """-w r A, 0 where ``drop``; with ``cap`` the gradient is that of -w min(r, cap) A log pi_theta."""
+    ratio = x.ratio
+    if cap is not None:
+        ratio = ratio * (cap / ratio.detach()).clamp(max=1.0)
+    return -x.weights * torch.where(drop, 0.0, ratio * x.advantages)
 
 
 def dppo_tv(x: LossInputs) -> Tensor:
@@ -257,7 +282,8 @@ def dppo_tv(x: LossInputs) -> Tensor:
     (arXiv:2602.04879), the binary approximation, there with mu for pi_old; the threshold 0.2 is prime-rl's.
     """
     distance = (x.logprobs.detach().exp() - x.proximal.exp()).abs()
-    return _masked(x, _moves_away(x) & _beyond(x, distance, x.options.loss_options.dppo_tv))
+    options = x.options.loss_options
+    return _masked(x, _moves_away(x) & _beyond(x, distance, options.dppo_tv), options.dppo_cap)
 
 
 def dppo_kl(x: LossInputs) -> Tensor:
@@ -268,7 +294,8 @@ def dppo_kl(x: LossInputs) -> Tensor:
     new, old = x.logprobs.detach().exp(), x.proximal.exp()
     others = ((1 - old + SMALLEST) / (1 - new + SMALLEST)).log()
     distance = (1 - old) * others - old * x.log_ratio.detach()
-    return _masked(x, _moves_away(x) & _beyond(x, distance, x.options.loss_options.dppo_kl))
+    options = x.options.loss_options
+    return _masked(x, _moves_away(x) & _beyond(x, distance, options.dppo_kl), options.dppo_cap)
 
 
 def ipo(x: LossInputs) -> Tensor:
@@ -390,11 +417,34 @@ LOSSES: dict[str, PolicyLoss] = {
     "dppo_tv": PolicyLoss(dppo_tv),
     "dppo_kl": PolicyLoss(dppo_kl),
     "ipo": PolicyLoss(ipo),
+    "vespo": PolicyLoss(vespo),
     "prime_rl": PolicyLoss(prime_rl),
     "m2po": PolicyLoss(m2po, select_m2po),
     "clip_cov": PolicyLoss(clip_cov, select_clip_cov),
     "kl_cov": PolicyLoss(kl_cov, select_kl_cov),
 }
+
+
+# --- Masks of the policy's loss, whichever it is
+
+
+def high_entropy(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
+    """Find the tokens of ``mask`` whose entropy is in the top ``share`` of a mini-batch, bool, in the mask's shape.
+
+    The threshold is the quantile 1 - share, interpolated linearly. Source: arXiv:2506.01939, which recommends 0.2.
+    """
+    kept = entropy[mask].double()
+    if not len(kept):
+        return mask
+    return mask & (entropy.double() >= float(np.quantile(kept.numpy(), 1 - share)))
+
+
+def near_policy(x: LossInputs, limit: float) -> Tensor:
+    """Keep tokens with A >= 0, and rows whose mean of log mu - log pi_theta is at most ``limit``, bool [B, T].
+
+    Source: the off-policy sequence mask of DeepSeek-V3.2 (arXiv:2512.02556), equation 9.
+    """
+    return (x.advantages >= 0) | (_row_mean(x.behaviour - x.logprobs.detach(), x) <= limit)
 
 
 # The limit, reached at d = -2.6, keeps a single token from outweighing a whole batch.
@@ -517,7 +567,7 @@ class Counts:
     """The divisors of a mini-batch, over all ranks.
 
     ``tokens`` counts tokens that train. ``sequences`` is the sum of all row weights, including rows without a token
-    that trains. ``width`` is the length of the longest possible response, the constant of seq-mean-token-sum-norm.
+    that trains. ``width`` is the length that divides with seq-mean-token-sum-norm.
     """
 
     tokens: int

@@ -12,7 +12,9 @@ Conversions, each at its place below:
   weights of a row's tokens are equal. If not, TRL gives each token the gradient of their mean, ours (as verl) its own.
 - `sapo`: TRL rounds temperatures to float32; these need no rounding.
 - k3 has no cap in TRL: differences to the reference stay within 2.5.
-- No counterpart here: `vespo`, off-policy sequence masks, bias-corrected KL, masks of the top entropies.
+- `vespo`: TRL multiplies the weights of tokens that do not train, too; they are 1 in these cases.
+- `gspo`: the gradient of a row's ratio goes through tokens of low entropy in TRL; no case combines the two.
+- The KL is unbiased with ratios of tokens; under `importance_sampling_level=sequence` TRL multiplies by the row's.
 """
 
 import random
@@ -24,7 +26,16 @@ from torch import Tensor
 
 from rl_async.configs.schema.algorithm import Aggregation, AlgorithmConfig, LossOptions, TeacherConfig
 from rl_async.configs.schema.data import PreferenceConfig
-from rl_async.trainer.algorithms.losses import AGGREGATIONS, ESTIMATORS, LOSSES, LossInputs, count, divergence_of
+from rl_async.trainer.algorithms.losses import (
+    AGGREGATIONS,
+    ESTIMATORS,
+    LOSSES,
+    LossInputs,
+    count,
+    divergence_of,
+    high_entropy,
+    near_policy,
+)
 from rl_async.trainer.finetune.loop import preference_losses
 from tests.contracts.oracles.oracle import Case, Oracle, Tensors, assert_same, both_types
 
@@ -37,6 +48,7 @@ AGGREGATION: dict[str, Aggregation] = {
     "bnpo": "token-mean",
     "dapo": "token-mean",
     "cispo": "token-mean",
+    "vespo": "token-mean",
     "dr_grpo": "seq-mean-token-sum-norm",
 }
 BY_ROW = [("grpo", "sequence"), ("luspo", "sequence")]
@@ -61,6 +73,7 @@ def draw_batch(generator: torch.Generator, number: int) -> Tensors:
         "reference": logprobs + (scale * normal(ROWS, WIDTH)).clamp(-2.5, 2.5),
         "advantages": normal(ROWS),
         "mask": mask,
+        "entropy": normal(ROWS, WIDTH).abs(),
     }
     if number % 2:
         batch["weights"] = 2 * torch.rand(ROWS, WIDTH, generator=generator, dtype=torch.float64)
@@ -73,12 +86,19 @@ def make_cases(loss_type: str, level: str) -> tuple[list[Case], list[AlgorithmCo
     for number, case in enumerate(cases):
         draw = random.Random(number)
         low, high = draw.uniform(0.05, 0.5), draw.uniform(0.05, 0.5)
-        delta = draw.choice([None, draw.uniform(1.6, 3.0)]) if loss_type not in ("cispo", "sapo") else None
+        delta = draw.choice([None, draw.uniform(1.6, 3.0)]) if loss_type not in ("cispo", "sapo", "vespo") else None
         if level == "sequence":
             delta = None  # ours has no dual clip of a row's ratio
             if "weights" in case.tensors:
                 case.tensors["weights"] = case["weights"][:, :1].expand(ROWS, WIDTH)
+        if loss_type == "vespo" and "weights" in case.tensors:
+            case.tensors["weights"] = torch.where(case["mask"], case["weights"], 1.0)
+        vespo = {name: draw.randint(4, 16) / 4 for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")}
         numbers: dict[str, Any] = {
+            "vespo": vespo,
+            "unbiased": level == "token" and draw.random() < 0.5,
+            "top_entropy": draw.choice([1.0, draw.uniform(0.1, 0.9)]) if level == "token" else 1.0,
+            "off_policy_mask": draw.choice([None, 10 ** draw.uniform(-5, -1)]),
             "delta": delta,
             "beta": draw.choice([0.0, draw.uniform(0.01, 1.0)]),
             "tau_positive": draw.randint(4, 16) / 8,
@@ -91,6 +111,10 @@ def make_cases(loss_type: str, level: str) -> tuple[list[Case], list[AlgorithmCo
             clip_dual=delta,
             sapo_tau_positive=numbers["tau_positive"],
             sapo_tau_negative=numbers["tau_negative"],
+            vespo_k_positive=vespo["k_pos"],
+            vespo_lambda_positive=vespo["lambda_pos"],
+            vespo_k_negative=vespo["k_neg"],
+            vespo_lambda_negative=vespo["lambda_neg"],
         )
         low = 1.0 if loss_type == "cispo" else low
         aggregation = AGGREGATION[loss_type]
@@ -100,7 +124,7 @@ def make_cases(loss_type: str, level: str) -> tuple[list[Case], list[AlgorithmCo
 
 @pytest.mark.parametrize(("loss_type", "level"), KINDS)
 def test_the_grpo_loss_and_its_gradient_are_trls(trl: Oracle, loss_type: str, level: str) -> None:
-    name = {"cispo": "cispo", "sapo": "sapo"}.get(loss_type, "ppo" if level == "token" else "gspo")
+    name = {"cispo": "cispo", "sapo": "sapo", "vespo": "vespo"}.get(loss_type, "ppo" if level == "token" else "gspo")
     cases, configs = make_cases(loss_type, level)
     for case, config, theirs in zip(cases, configs, trl.ask("policy_loss", cases), strict=True):
         logprobs, mask = case["logprobs"].clone().requires_grad_(), case["mask"]
@@ -116,8 +140,13 @@ def test_the_grpo_loss_and_its_gradient_are_trls(trl: Oracle, loss_type: str, le
             options=config,
         )
         per_token = LOSSES[name].per_token(inputs)
+        if (limit := case.options["off_policy_mask"]) is not None:
+            per_token = torch.where(near_policy(inputs, limit), per_token, 0.0)
+        if case.options["top_entropy"] < 1:
+            per_token = torch.where(high_entropy(case["entropy"], mask, case.options["top_entropy"]), per_token, 0.0)
         if case.options["beta"]:
-            per_token = per_token + case.options["beta"] * ESTIMATORS["k3"](logprobs, case["reference"])
+            kl = ESTIMATORS["k3"](logprobs, case["reference"]) * (inputs.ratio if case.options["unbiased"] else 1.0)
+            per_token = per_token + case.options["beta"] * kl
         counts = count(mask, ones[:, 0], case.options["width"])
         loss = AGGREGATIONS[config.aggregation](per_token, mask, ones[:, 0], counts)
         loss.backward()

@@ -2,7 +2,7 @@
 
 Conversions of losses, each at its place below:
 - verl's dual clip cannot be off: c = 1e9, more than any ratio, stands for it.
-- `dppo_*`: verl's term is -A sg(min(r, c)) log pi, ours -r A; their gradients are the same without its cap c.
+- `dppo_*`: verl's term is -A sg(min(r, c)) log pi, ours -min(r, c) A; their gradients are the same.
 - `gmpo`: verl takes the mean over rows whatever the aggregation.
 - Aggregations: verl divides by what it is told the batch holds: the tokens that train, and all rows.
 - `clip_cov` and `kl_cov`: verl picks tokens by pi_theta, ours by pi_old, so that ours is given pi_theta there.
@@ -74,7 +74,7 @@ ROWS, WIDTH = 6, 12
 NO_CAP = 1e9
 SCALES = (0.0, 1e-7, 1e-4, 0.05, 0.3, 1.0)  # of log r: on-policy, rounding, an engine's mismatch, staleness
 # Losses of ours that verl 0.9.1 does not have.
-OURS_ALONE = {"decoupled_ppo", "ipo", "m2po", "prime_rl"}
+OURS_ALONE = {"decoupled_ppo", "ipo", "m2po", "prime_rl", "vespo"}
 BYPASS = sorted(
     name for name, preset in PRESETS.items() if name.startswith("bypass") and preset.proximal == "behaviour"
 )
@@ -114,8 +114,9 @@ def _sapo(draw: random.Random) -> Numbers:
 def _dppo(name: str) -> Callable[[random.Random], Numbers]:
     def numbers(draw: random.Random) -> Numbers:
         low, high = 10 ** draw.uniform(-3, -0.5), 10 ** draw.uniform(-3, -0.5)
-        clip = {"clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": NO_CAP}
-        return Numbers({name: low, "dppo_high": high}, clip)
+        cap = draw.choice([None, draw.uniform(1.1, 3.0)])
+        clip = {"clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": cap or NO_CAP}
+        return Numbers({name: low, "dppo_high": high, "dppo_cap": cap}, clip)
 
     return numbers
 

@@ -27,7 +27,8 @@ def policy_loss(x: Tensors, options: dict[str, Any]) -> Tensors:
     mask = x["mask"].to(logprobs.dtype)
     args = SimpleNamespace(
         delta=options["delta"],
-        use_bias_correction_kl=False,
+        use_bias_correction_kl=options["unbiased"],
+        **{f"vespo_{name}": value for name, value in options["vespo"].items()},
         sapo_temperature_pos=options["tau_positive"],
         sapo_temperature_neg=options["tau_negative"],
         steps_per_generation=1,
@@ -42,17 +43,24 @@ def policy_loss(x: Tensors, options: dict[str, Any]) -> Tensors:
         max_completion_length=options["width"],
         use_vllm="weights" in x,
         vllm_importance_sampling_correction=True,
-        top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
+        top_entropy_quantile=options["top_entropy"],
+        off_policy_mask_threshold=options["off_policy_mask"],
+        get_high_entropy_mask=lambda *given: GRPOTrainer.get_high_entropy_mask(trainer, *given),
+        get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
+        get_gamma_weights=GRPOTrainer.get_gamma_weights,
         aux_loss_enabled=False,
         _entropy_bonus_enabled=False,
         current_gradient_accumulation_steps=1,
         model=SimpleNamespace(training=True),
         accelerator=SimpleNamespace(
-            num_processes=1, gather=lambda t: t, reduce=lambda t, reduction: t, sync_gradients=True
+            num_processes=1,
+            gather=lambda t: t,
+            pad_across_processes=lambda t, **_: t,
+            reduce=lambda t, reduction: t,
+            sync_gradients=True,
         ),
         _metrics=defaultdict(lambda: defaultdict(list)),
-        _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, x["entropy"], None),
     )
     ids = torch.zeros(rows, width, dtype=torch.long)
     inputs = {

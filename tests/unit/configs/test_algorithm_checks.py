@@ -67,6 +67,16 @@ REFUSED = [
         ["algorithm.shaping.dynamic_sampling=true", "algorithm.advantage=reinforce_plus_plus"],
         ["dynamic_sampling", "algorithm.advantage=reinforce_plus_plus"],
     ),
+    (
+        ["algorithm.loss=vespo", "algorithm.correction=decoupled_seq_is"],
+        ["algorithm.loss=vespo", "decoupled_seq_is", "decoupled_token_is"],
+    ),
+    (["algorithm.norm_length=64"], ["algorithm.norm_length", "seq-mean-token-sum-norm"]),
+    (["algorithm.kl.unbiased=true"], ["algorithm.kl.unbiased", "algorithm.kl.coef=0"]),
+    (
+        ["algorithm.kl.coef=0.1", "algorithm.kl.unbiased=true", "algorithm.kl.estimator=k2"],
+        ["algorithm.kl.unbiased", "k2"],
+    ),
     (["algorithm.loss=clip_kov"], ["clip_kov", "clip_cov"]),
 ]
 ACCEPTED = [
@@ -76,6 +86,7 @@ ACCEPTED = [
     ["algorithm.correction_options.max_age=0"],
     ["algorithm.loss=decoupled_ppo", "algorithm.correction=disabled"],
     ["algorithm.loss=m2po"],
+    ["algorithm.loss=vespo", "algorithm.correction=bypass_ppo_clip"],
     ["algorithm.loss=gspo", "algorithm.aggregation=seq-mean-token-mean"],
     ["algorithm.kl.coef=0.1", "algorithm.kl.estimator=full"],
     ["algorithm.kl.coef=0.1", "algorithm.kl.estimator=k3", "algorithm.kl.place=reward"],

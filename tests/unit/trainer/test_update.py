@@ -527,6 +527,26 @@ def test_the_kl_of_a_constrained_token_is_weighed_in_the_reward() -> None:
     assert got.updated.metrics["loss/kl_reference"] == pytest.approx((expected.sum() / sampled.sum()).item(), rel=1e-4)
 
 
+def test_an_unbiased_kl_pulls_by_its_derivative_times_the_ratio() -> None:
+    """With k1 the gradient of r d is r (1 + d): 1 + d in the first epoch, where r is 1, and r grows in the second."""
+    kl = KlConfig(coef=1.0, estimator="k1", unbiased=True)
+    got = mixed_step(AlgorithmConfig(kl=kl, correction="disabled", aggregation="token-sum"), alone=True, kl_coef=1.0)
+    first = -MIXED_RATE * (1 + got.distance)
+    expected = first - MIXED_RATE * first.exp() * (1 + got.distance + first)
+    torch.testing.assert_close(got.moved[FREE], expected[FREE], atol=1e-9, rtol=1e-4)
+
+
+def test_rows_beyond_the_limit_of_the_off_policy_mask_make_no_token_less_likely() -> None:
+    rows = make_rows(0)
+    for row in rows:
+        # Far above the table's -4.
+        row.logprobs = np.where(row.loss_mask, -1.0, 0.0).astype(np.float32)
+    free, _ = train(rows, AlgorithmConfig(correction="disabled"))
+    held, updated = train(rows, AlgorithmConfig(correction="disabled", off_policy_mask=0.01))
+    assert (free.table < -4.0).any() and (held.table >= -4.0).all() and (held.table > -4.0).any()
+    assert 0 < updated.metrics["loss/masked_fraction"] < 1
+
+
 MARKOV_VOCAB = 4
 MARKOV_RATE = 1.0
 START = 0  # the prompt, a single token

@@ -87,7 +87,8 @@ def test_a_grpo_config_of_trls(tmp_path: Path) -> None:
     assert (algorithm.clip_low, algorithm.clip_high) == (0.2, 0.3)
     assert algorithm.loss_options.clip_dual is None, "gspo has no dual clip"
     assert (algorithm.correction, algorithm.correction_options.cap) == ("decoupled_token_is", 3.0)
-    assert (algorithm.kl.coef, config.trainer.steps) == (0.5, 5)
+    assert (algorithm.kl.coef, algorithm.kl.unbiased, config.trainer.steps) == (0.5, True, 5)
+    assert algorithm.norm_length == config.rollout.max_tokens
     assert (config.data.train_batch_groups, config.trainer.minibatches, config.rollout.engine) == (4, 1, "vllm")
     for key in ("of_tomorrow", "trainer.schedule", "max_staleness", "clip_dual=2.0"):
         assert key in text

@@ -32,6 +32,8 @@ from rl_async.trainer.algorithms.losses import (
     SelectInputs,
     count,
     divergence_of,
+    high_entropy,
+    near_policy,
 )
 from rl_async.trainer.algorithms.rows import Rows
 
@@ -46,6 +48,7 @@ OPTIONS = AlgorithmConfig(
         dro_beta=0.7,
         dppo_tv=0.06,
         dppo_kl=0.01,
+        vespo_k_positive=2.5,
         ipo=0.05,
         ipo_penalty=0.3,
         m2po=0.03,
@@ -171,7 +174,16 @@ def gmpo(row: list[Token]) -> list[float]:
     return [-weight * math.exp(sum(logs) / len(row)) * advantage] * len(row)
 
 
-PER_ROW = {"gspo": gspo, "gmpo": gmpo}
+def vespo(row: list[Token]) -> list[float]:
+    weight = math.prod(k.r * k.w for k in row)
+
+    def phi(k: float, decay: float) -> float:
+        return math.exp(decay) * weight**k * math.exp(-decay * weight)
+
+    return [-(phi(2.5, 3.0) if k.a >= 0 else phi(3.0, 2.0)) * k.a * k.logp for k in row]
+
+
+PER_ROW = {"gspo": gspo, "gmpo": gmpo, "vespo": vespo}
 
 
 def test_names_registry_and_references_agree() -> None:
@@ -221,7 +233,7 @@ def surrogate_gradient(name: str, x: LossInputs) -> Tensor:
     return logprobs.grad
 
 
-STOPPED = ("cispo", "gspo")  # a part of the value carries no gradient, by definition
+STOPPED = ("cispo", "gspo", "vespo")  # a part of the value carries no gradient, by definition
 
 
 @pytest.mark.parametrize("name", [name for name in TRAITS if name not in STOPPED])
@@ -232,6 +244,45 @@ def test_gradients_are_those_of_the_value(name: str) -> None:
         return torch.where(x.mask, LOSSES[name].per_token(replace(x, logprobs=logprobs)), 0.0).sum()
 
     assert torch.autograd.gradcheck(total, x.logprobs.clone().requires_grad_(), eps=1e-7, atol=1e-5)
+
+
+def test_vespo_weighs_the_plain_gradient_by_its_value() -> None:
+    x = make(4)
+    value = LOSSES["vespo"].per_token(x)
+    expected = torch.where(x.mask, value / x.logprobs, 0.0)
+    torch.testing.assert_close(surrogate_gradient("vespo", x), expected)
+
+
+def test_a_capped_ratio_keeps_the_gradient_of_the_cap() -> None:
+    """verl's: A sg(min(r, c)) grad log pi, which leaves tokens below the cap as they are."""
+    free = make(4)
+    capped = replace(free, options=msgspec.structs.replace(OPTIONS, loss_options=LossOptions(dppo_tv=1.0, dppo_cap=1)))
+    free = replace(free, options=msgspec.structs.replace(OPTIONS, loss_options=LossOptions(dppo_tv=1.0)))
+    beyond = free.mask & (free.ratio > 1)
+    assert beyond.any() and (free.mask & ~beyond).any()
+    expected = torch.where(free.mask, -free.weights * free.ratio.clamp(max=1.0) * free.advantages, 0.0)
+    torch.testing.assert_close(surrogate_gradient("dppo_tv", capped), expected)
+    assert not torch.allclose(surrogate_gradient("dppo_tv", free)[beyond], expected[beyond])
+
+
+def test_rows_far_from_the_policy_that_sampled_them_only_learn_what_was_good() -> None:
+    x = make(4)
+    distances = [(x.behaviour - x.logprobs)[i][x.mask[i]].mean().item() for i in range(4)]
+    limit = sorted(distances)[1]
+    kept = near_policy(x, limit)
+    for i, distance in enumerate(distances):
+        expected = torch.ones(7, dtype=torch.bool) if distance <= limit else x.advantages[i] >= 0
+        assert torch.equal(kept[i], expected)
+    assert not kept[x.mask].all()
+
+
+def test_the_tokens_of_highest_entropy_are_those_above_the_quantile() -> None:
+    entropy = torch.tensor([[0.0, 3.0, 1.0, 9.0], [2.0, 4.0, 0.5, 9.0]])
+    mask = entropy < 9
+    expected = torch.tensor([[False, True, False, False], [False, True, False, False]])
+    assert torch.equal(high_entropy(entropy, mask, 1 / 3), expected)
+    assert torch.equal(high_entropy(entropy, mask, 1.0), mask)
+    assert not high_entropy(entropy, torch.zeros_like(mask), 0.5).any()
 
 
 def test_cispo_weighs_the_plain_gradient_by_the_clipped_ratio() -> None:
