@@ -281,7 +281,12 @@ def _teacher(c: RunConfig) -> str | None:
 
 
 def _critic(c: RunConfig) -> str | None:
-    name = c.algorithm.advantage
+    name, options = c.algorithm.advantage, c.algorithm.advantage_options
+    if options.lam_alpha is not None and options.lam != AdvantageOptions().lam:
+        return (
+            "algorithm.advantage_options.lam_alpha makes lambda of each row's length, so that "
+            f"algorithm.advantage_options.lam={options.lam:g} would do nothing; leave one of them out"
+        )
     if "values" in advantage_needs(name) and c.critic is None:
         return f"algorithm.advantage={name} needs the values of a critic; add a section critic, or critic={{}}"
     if c.critic is None:

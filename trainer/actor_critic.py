@@ -248,7 +248,8 @@ def critic_update(ranks: DataParallel, x: AdvantageInputs, config: CriticConfig 
         return None
     assert x.values is not None and x.rows is not None
     mask = x.mask & on_tokens(x.scored, x.rows)
-    _, returns = gae(x.token_rewards, x.values, mask, x.options.gamma, x.options.lam, x.bootstrap, x.rows)
+    lam = x.lam if config.lam is None else config.lam
+    _, returns = gae(x.token_rewards, x.values, mask, x.options.gamma, lam, x.bootstrap, x.rows)
     return CriticUpdate(ranks, config, x.values.to(torch.float32), returns.to(torch.float32), mask, x.rows)
 
 

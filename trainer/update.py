@@ -188,7 +188,19 @@ def warn_unrecorded() -> None:
 # --- Passes without gradient
 
 
-SUMS = ("kl", "entropy", "clipped", "tokens", "routed", "agreed", "distance", "taught", "masked")
+SUMS = (
+    "kl",
+    "entropy",
+    "clipped",
+    "tokens",
+    "routed",
+    "agreed",
+    "distance",
+    "taught",
+    "masked",
+    "surprise",
+    "imitated",
+)
 
 
 @dataclass
@@ -228,13 +240,14 @@ class LossSums:
         zero = torch.zeros((), dtype=torch.float64)
         totals = torch.stack([self.sums.get(name, zero).cpu() for name in SUMS])
         self.ranks.all_reduce(totals)
-        kl, entropy, clipped, tokens, routed, agreed, distance, taught, masked = totals.tolist()
+        kl, entropy, clipped, tokens, routed, agreed, distance, taught, masked, surprise, imitated = totals.tolist()
         metrics = {
             "loss/kl_reference": kl / max(tokens, 1),
             "loss/entropy": entropy / max(tokens, 1),
             "loss/clip_fraction": clipped / max(tokens, 1),
         }
         metrics |= {"loss/kl_teacher": distance / taught} if taught else {}
+        metrics |= {"loss/imitation": surprise / imitated} if imitated else {}
         metrics |= {"loss/masked_fraction": masked / max(tokens, 1)} if "masked" in self.sums else {}
         return metrics | ({"router/agreement": agreed / routed} if routed else {})
 
@@ -494,6 +507,12 @@ class Objective:
                 self.precomputed.entropy[positions], mask[positions], self.config.top_entropy
             )
 
+        imitation, good, imitated = self.config.imitation, torch.zeros_like(whole.mask), 1
+        if imitation is not None:
+            by_row = torch.tensor([h.scored and h.reward > imitation.above for h in whole.headers])
+            good = mask & on_tokens(by_row, whole.rows)
+            imitated = max(int(good[positions].sum()), 1)
+
         def loss_fn(number: int, outputs: Outputs) -> Tensor:
             micro, logprobs = parts[number], outputs.logprobs
             assert logprobs is not None
@@ -551,6 +570,11 @@ class Objective:
             per_token = per_token + regularisation
             weights = row_weights[micro.rows].to(logprobs) if micro.rows else torch.ones(1).to(logprobs)
             loss = self.algorithm.aggregate(per_token, inputs.mask, weights, counts)
+            if imitation is not None:
+                own, surprise = inputs.mask & micro.cut(good), -inputs.logprobs
+                loss = loss + imitation.coef * torch.where(own, surprise, 0.0).sum() / imitated
+                sums.add("surprise", surprise, own)
+                sums.add("imitated", torch.ones_like(surprise), own)
             sums.add("clipped", clipped, inputs.mask)
             sums.add("tokens", torch.ones_like(logprobs), inputs.mask)
             if kl is not None:

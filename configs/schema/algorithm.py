@@ -230,6 +230,10 @@ class AdvantageOptions(Config, frozen=True):
 
     gamma: Annotated[Fraction, advantage_option("gamma", "discount per token.")] = 1.0
     lam: Annotated[Fraction, advantage_option("lam", "lambda.")] = 1.0
+    lam_alpha: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        advantage_option("lam_alpha", "lambda is 1 - 1 / (lam_alpha l) of a row of l sampled tokens; null: lam."),
+    ] = None
     whiten: Annotated[bool, advantage_option("whiten", "mean 0 and variance 1 over the batch's sampled tokens.")] = True
     bootstrap_cut: Annotated[
         bool,
@@ -341,6 +345,15 @@ class OverlongConfig(Config, frozen=True):
 MAX_REFILLS = 64
 
 
+class ImitationConfig(Config, frozen=True):
+    """A language-model loss on the policy's own good answers, beside the policy's loss (VAPO)."""
+
+    coef: Annotated[float, Meta(gt=0, description="Weight of the mean of -log pi over the tokens of good answers.")] = (
+        0.1
+    )
+    above: Annotated[float, doc("An answer is good if its reward, as scored, is above this.")] = 0.0
+
+
 class ShapingConfig(Config, frozen=True):
     """What happens to rewards and groups before advantages are computed."""
 
@@ -426,6 +439,7 @@ class AlgorithmConfig(Config, frozen=True):
     loss_options: Annotated[LossOptions, doc("Options of the loss; those of other losses are refused.")] = LossOptions()
     kl: KlConfig = KlConfig()
     teacher: Annotated[TeacherConfig | None, doc("A model that teaches the policy; null: none.")] = None
+    imitation: Annotated[ImitationConfig | None, doc("Imitation of good answers; null: none.")] = None
     shaping: ShapingConfig = ShapingConfig()
     guard: GuardConfig = GuardConfig()
 
@@ -473,6 +487,9 @@ class CriticConfig(Config, frozen=True):
         Annotated[float, Meta(gt=0)] | None,
         doc("Values that moved further than this within a step get no gradient; in units of reward; null: off."),
     ] = 0.5
+    lam: Annotated[
+        Fraction | None, doc("lambda of the critic's targets; null: that of algorithm.advantage_options.")
+    ] = None
     learning_rate: Annotated[float, Meta(gt=0, description="Peak learning rate of AdamW; shared: the trainer's.")] = (
         1e-5
     )

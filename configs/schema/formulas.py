@@ -98,7 +98,9 @@ ADVANTAGES: dict[str, Advantage] = {
     "reinforce_plus_plus": Advantage(compares_group=False, options=("gamma",)),
     "reinforce_plus_plus_baseline": Advantage(),
     "gae": Advantage(
-        compares_group=False, needs=frozenset({"values"}), options=("gamma", "lam", "whiten", "bootstrap_cut")
+        compares_group=False,
+        needs=frozenset({"values"}),
+        options=("gamma", "lam", "lam_alpha", "whiten", "bootstrap_cut"),
     ),
     "optimal_token_baseline": Advantage(needs=frozenset({"sum_squares"}), row_is_episode=True),
     "tir_optimal_token_baseline": Advantage(needs=frozenset({"sum_squares"}), row_is_episode=True),

@@ -94,6 +94,18 @@ class AdvantageInputs:
         """bool [N], the rows whose last state `gae` treats as unfinished; None if it treats none so."""
         return self.cut if self.options.bootstrap_cut else None
 
+    @property
+    def lam(self) -> float | Tensor:
+        """GAE's lambda, or float64 [N], that of each row by its length.
+
+        1 - 1 / (alpha l), at least 0, for a row with l tokens: the sum of its powers is then about alpha l. Source:
+        length-adaptive GAE, VAPO (arXiv:2504.05118), section 4.2, with alpha 0.05.
+        """
+        alpha = self.options.lam_alpha
+        if alpha is None:
+            return self.options.lam
+        return (1 - 1 / (alpha * row_sums(self.mask, self.rows).clamp(min=1))).clamp(min=0)
+
     def spread(self, rows: Tensor) -> Tensor:
         """Put one number per row [N] on each of its sampled tokens."""
         return torch.where(self.mask, on_tokens(rows, self.rows), 0.0)
@@ -303,7 +315,7 @@ def _whitened(rows: Tensor, x: AdvantageInputs) -> Tensor:
 def gae_advantage(x: AdvantageInputs) -> Tensor:
     """Generalised advantage estimation with a critic's values (``gae``), optionally whitened over the batch."""
     assert x.values is not None, "gae needs a critic"
-    advantages, _ = gae(x.token_rewards, x.values, x.mask, x.options.gamma, x.options.lam, x.bootstrap, x.rows)
+    advantages, _ = gae(x.token_rewards, x.values, x.mask, x.options.gamma, x.lam, x.bootstrap, x.rows)
     if not x.options.whiten:
         return torch.where(on_tokens(x.scored, x.rows), advantages, 0.0)
     return whiten(advantages, x.mask & on_tokens(x.scored, x.rows))
@@ -421,7 +433,7 @@ def gae(
     values: Tensor,
     mask: Tensor,
     gamma: float,
-    lam: float,
+    lam: float | Tensor,
     bootstrap: Tensor | None = None,
     rows: Rows | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -442,6 +454,7 @@ def gae(
         token_rewards: [N, T], or packed [M] with their ``rows``, as all tensors per token
         values: [N, T], the value of the state before each token
         mask: bool [N, T]; rewards and values elsewhere do not matter
+        lam: one for all rows, or float64 [N]
         bootstrap: bool [N]; none by default
         rows: the places of packed rows
     """
@@ -457,8 +470,11 @@ def gae(
     distance = ends[row] - 1 - torch.arange(len(row))
     order = (distance * len(counts) + rank[row]).argsort()
     steps, start, advantage = delta[order], 0, delta[:0]
+    decay = gamma * (lam[row][order] if isinstance(lam, Tensor) else torch.full_like(steps, lam))
     for number in torch.bincount(distance).tolist():
-        advantage = steps[start : start + number] + gamma * lam * advantage[:number] if start else steps[:number]
+        following_steps, advantage = advantage, steps[start : start + number]
+        if start:
+            advantage = advantage + decay[start : start + number] * following_steps[:number]
         steps[start : start + number] = advantage
         start += number
     delta[order] = steps

@@ -237,9 +237,9 @@ LOG_WEIGHT_BOUNDS = math.log(1e-8), LOG_RATIO_LIMIT
 def vespo(x: LossInputs) -> Tensor:
     """-sg(phi(W)) A log pi_theta with phi(W) = W^k exp(lambda (1 - W)), [B, T].
 
-    W is the product of w r over a row's free tokens. phi is 1 on-policy and falls smoothly on both sides; k and lambda go by the sign of A. log W is limited to
-    [log 1e-8, 20] and each log r to +-20, as in TRL. Weights are part of W. A token that is not free keeps its own
-    weight as a factor instead. Source: VESPO (arXiv:2602.10693).
+    W is the product of w r over a row's free tokens. phi is 1 on-policy and falls smoothly on both sides; k and lambda
+    go by the sign of A. log W is limited to [log 1e-8, 20] and each log r to +-20, as in TRL. Weights are part of W. A
+    token that is not free keeps its own weight as a factor instead. Source: VESPO (arXiv:2602.10693).
     """
     options = x.options.loss_options
     logs = x.log_ratio.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

@@ -71,6 +71,10 @@ REFUSED = [
         ["algorithm.loss=vespo", "algorithm.correction=decoupled_seq_is"],
         ["algorithm.loss=vespo", "decoupled_seq_is", "decoupled_token_is"],
     ),
+    (
+        ["algorithm.advantage=gae", "critic={}", "algorithm.advantage_options={lam: 0.9, lam_alpha: 0.05}"],
+        ["algorithm.advantage_options.lam_alpha", "lam=0.9"],
+    ),
     (["algorithm.norm_length=64"], ["algorithm.norm_length", "seq-mean-token-sum-norm"]),
     (["algorithm.kl.unbiased=true"], ["algorithm.kl.unbiased", "algorithm.kl.coef=0"]),
     (

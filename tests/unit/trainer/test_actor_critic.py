@@ -89,6 +89,16 @@ def teach(learns: CriticUpdate, critic: FakeCritic, rows: list[int]) -> None:
     learns.wrap_loss(fake, lambda *_: torch.zeros(()), critic.parts, rows)
 
 
+def test_the_critics_targets_have_a_lambda_of_their_own() -> None:
+    x = inputs()
+    learns = critic_update(ALONE, x, CriticConfig(lam=1.0))
+    assert learns is not None and x.values is not None
+    _, expected = gae(x.token_rewards, x.values, learns.mask, 0.9, 1.0, rows=x.rows)
+    torch.testing.assert_close(learns.returns, expected.float())
+    policys = critic_update(ALONE, x, CriticConfig())
+    assert policys is not None and not torch.allclose(policys.returns, learns.returns)
+
+
 @pytest.mark.parametrize("split", [[[0, 1, 2, 3, 4, 5]], [[3, 1], [0], [], [5, 2, 4]]])
 def test_every_sampled_token_of_a_scored_row_counts_the_same_in_any_split(split: list[list[int]]) -> None:
     learns, x = critic_update(ALONE, inputs(), CriticConfig(clip=0.2)), inputs().padded()

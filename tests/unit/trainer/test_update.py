@@ -15,6 +15,7 @@ from rl_async.configs.schema.algorithm import (
     PRESETS,
     AlgorithmConfig,
     CorrectionOptions,
+    ImitationConfig,
     KlConfig,
     LossOptions,
     OverlongConfig,
@@ -545,6 +546,18 @@ def test_rows_beyond_the_limit_of_the_off_policy_mask_make_no_token_less_likely(
     held, updated = train(rows, AlgorithmConfig(correction="disabled", off_policy_mask=0.01))
     assert (free.table < -4.0).any() and (held.table >= -4.0).all() and (held.table > -4.0).any()
     assert 0 < updated.metrics["loss/masked_fraction"] < 1
+
+
+def test_answers_above_the_bound_are_imitated_beside_the_policys_loss() -> None:
+    rows = make_rows(0)
+    for number, row in enumerate(rows):
+        row.reward = float(number % 2)
+    plain, _ = train(rows, AlgorithmConfig())
+    held, updated = train(rows, AlgorithmConfig(imitation=ImitationConfig(coef=0.25, above=0.5)))
+    good = np.concatenate([row.token_ids[row.loss_mask] for row in rows if row.reward > 0.5])
+    expected = RATE * 0.25 * torch.bincount(torch.from_numpy(good).long(), minlength=VOCAB) / len(good)
+    torch.testing.assert_close(held.table - plain.table, expected.double(), atol=1e-9, rtol=1e-6)
+    assert updated.metrics["loss/imitation"] == pytest.approx(4.0)
 
 
 MARKOV_VOCAB = 4

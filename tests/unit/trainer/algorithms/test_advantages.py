@@ -692,6 +692,21 @@ def test_gae_is_the_sum_of_the_paper_over_sampled_tokens_only(seed: int, gamma: 
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_lambda_may_follow_the_length_of_each_row(seed: int) -> None:
+    """1 - 1 / (alpha l), not below 0: alpha is such that short rows reach that limit and long ones do not."""
+    x = valued_batch(seed)
+    assert x.values is not None
+    x = replace(x, options=AdvantageOptions(gamma=0.9, lam_alpha=0.3, whiten=False))
+    advantages = ADVANTAGES["gae"](x)
+    for row in range(len(x.mask)):
+        picked = x.mask[row]
+        rewards, values = x.token_rewards[row, picked].tolist(), x.values[row, picked].tolist()
+        lam = max(0.0, 1 - 1 / (0.3 * max(len(values), 1)))
+        expected = by_hand(rewards, values, 0.9, lam) if x.scored[row] else [0.0] * len(values)
+        assert advantages[row, picked].tolist() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_row_that_a_limit_cut_goes_on_with_the_critics_last_value(seed: int) -> None:
     x = valued_batch(seed)
     assert x.values is not None
