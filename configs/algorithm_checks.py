@@ -217,6 +217,11 @@ def _sum_squares(c: RunConfig) -> str | None:
 
 def _kl(c: RunConfig) -> str | None:
     kl = c.algorithm.kl
+    if kl.estimator == "full" and "reference" in advantage_needs(c.algorithm.advantage):
+        return (
+            f"algorithm.advantage={c.algorithm.advantage} needs the reference's log-probabilities before the loss, and "
+            "algorithm.kl.estimator=full only runs the reference inside it; use another estimator"
+        )
     if kl.estimator == "full" and kl.place == "reward":
         return (
             "algorithm.kl.estimator=full needs both distributions over the vocabulary, which no token's reward keeps; "
@@ -227,7 +232,8 @@ def _kl(c: RunConfig) -> str | None:
             f"algorithm.kl.unbiased changes the gradient of k1 and k3 in the loss, and this is {kl.estimator} in the "
             f"{kl.place}; leave it out, or choose those"
         )
-    if kl.coef == 0 and (kl.unbiased or kl.adaptive or kl.reference_path is not None):
+    unread = kl.reference_path is not None and not c.algorithm.uses_reference
+    if kl.coef == 0 and (kl.unbiased or kl.adaptive or unread):
         key = "unbiased" if kl.unbiased else "adaptive" if kl.adaptive else "reference_path"
         return f"algorithm.kl.{key} does nothing while algorithm.kl.coef=0; set algorithm.kl.coef"
     rows = c.data.train_batch_groups * c.rollout.group_size

@@ -113,7 +113,13 @@ def reference_is_base(config: RunConfig, *, experts: bool) -> bool:
     routers, which a reference does not: then the reference is a model of its own.
     """
     kl, adapters = config.algorithm.kl, config.trainer.lora is not None
-    return kl.coef > 0 and adapters and not kl.reference_path and kl.estimator != "full" and not experts
+    return (
+        config.algorithm.uses_reference
+        and adapters
+        and not kl.reference_path
+        and kl.estimator != "full"
+        and not experts
+    )
 
 
 def samples_per_group(config: RunConfig) -> int:

@@ -94,7 +94,7 @@ def build_models(config: RunConfig, device: str) -> Models:
         # No other backend has adapters.
         assert isinstance(models.policy, Fsdp2Backend)
         models = replace(models, reference=PolicyBase(models.policy))
-    elif kl.coef > 0:
+    elif config.algorithm.uses_reference:
         reference: Backend = make(kl.reference_path or model.path, config=config.trainer, trains=False)
         models = replace(models, reference=reference)
     if (taught_by := config.algorithm.teacher) is not None:

@@ -375,6 +375,7 @@ def advantage_inputs(
         },
         values=None if before.values is None else before.values.double(),
         logprobs=before.proximal.double(),
+        reference=None if before.reference is None else before.reference.double(),
         sum_squares=None if before.sum_squares is None else before.sum_squares.double(),
         importance=None if corrected is None else torch.where(corrected.keep, corrected.weights, 0.0).double(),
         cut=shaping.cut_rows(headers),

@@ -13,7 +13,15 @@ import msgspec
 from msgspec import Meta
 
 from rl_async.configs.base import Config, Count, Fraction, Positive, doc
-from rl_async.configs.schema.formulas import ADVANTAGES, LOSSES, Advantage, Loss, advantage_option, loss_option
+from rl_async.configs.schema.formulas import (
+    ADVANTAGES,
+    LOSSES,
+    Advantage,
+    Loss,
+    advantage_needs,
+    advantage_option,
+    loss_option,
+)
 from rl_async.configs.schema.rollout import EndpointConfig
 from rl_async.errors import ConfigError
 
@@ -242,6 +250,10 @@ class AdvantageOptions(Config, frozen=True):
         ),
     ] = False
     passk_std: Annotated[bool, advantage_option("passk_std", "divide by the group's standard deviation.")] = True
+    dpo_beta: Annotated[
+        Annotated[float, Meta(gt=0)],
+        advantage_option("dpo_beta", "how strongly the policy is tied to the reference."),
+    ] = 0.1
     gdpo_weights: Annotated[
         dict[str, float],
         advantage_option("gdpo_weights", "factor per part of the reward; its weight in reward.functions if not named."),
@@ -273,6 +285,7 @@ class LossOptions(Config, frozen=True):
     )
     vespo_k_negative: Annotated[NotNegative, loss_option("vespo_k_negative", "exponent k where A < 0.")] = 3.0
     vespo_lambda_negative: Annotated[AboveZero, loss_option("vespo_lambda_negative", "decay lambda where A < 0.")] = 2.0
+    sppo_eta: Annotated[AboveZero, loss_option("sppo_eta", "step towards the advantage, eta.")] = 1.0
     ipo: Annotated[AboveZero, loss_option("ipo", "largest change of a token's probability.")] = 0.1
     ipo_penalty: Annotated[NotNegative, loss_option("ipo_penalty", "weight of (log r)^2, on every token.")] = 1e-3
     m2po: Annotated[AboveZero, loss_option("m2po", "budget for the mean of (log pi_old/mu)^2.")] = 0.04
@@ -295,7 +308,9 @@ class AdaptiveKl(Config, frozen=True):
 class KlConfig(Config, frozen=True):
     """Distance to a reference model."""
 
-    coef: Annotated[float, Meta(ge=0, description="Weight of the KL; 0: no reference model.")] = 0.0
+    coef: Annotated[
+        float, Meta(ge=0, description="Weight of the KL; 0: no KL, and a reference model only for advantage=dpo.")
+    ] = 0.0
     estimator: Annotated[
         Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+", "full"],
         doc("Estimator of KL(pi || reference) per token; full needs both logits; + : k2's gradient."),
@@ -447,6 +462,11 @@ class AlgorithmConfig(Config, frozen=True):
     def uses_rewards(self) -> bool:
         """Whether the loss depends on the task's rewards."""
         return self.teacher is None or self.teacher.rewards
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether a reference model scores the rows."""
+        return self.kl.coef > 0 or "reference" in advantage_needs(self.advantage)
 
     @property
     def keeps_distributions(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from msgspec import Meta
 
-Need = Literal["values", "sum_squares", "greedy", "parts"]
+Need = Literal["values", "sum_squares", "greedy", "parts", "reference"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class Advantage:
     Attributes:
         compares_group: Whether it compares the members of a group, so that a group must have at least two.
         needs: Its inputs besides rewards: a critic's ``values``, the ``sum_squares`` of pi_old over the vocabulary, one
-            more ``greedy`` episode per group, or the ``parts`` of the reward in place of the whole.
+            more ``greedy`` episode per group, the ``parts`` of the reward in place of the whole, or log-probabilities
+            by the ``reference`` model.
         row_is_episode: Whether it compares rows one by one, so that an episode must not become several.
         options: Fields of AdvantageOptions that it reads.
     """
@@ -74,6 +75,7 @@ LOSSES: dict[str, Loss] = {
         options=("vespo_k_positive", "vespo_lambda_positive", "vespo_k_negative", "vespo_lambda_negative"),
         weighs_rows=True,
     ),
+    "sppo": Loss(options=("sppo_eta",)),
     "ipo": Loss(options=("ipo", "ipo_penalty")),
     "prime_rl": Loss(options=("dppo_tv", "dppo_high", "dppo_cap", "ipo_penalty")),
     "m2po": Loss(behaviour="limits", selects=True, options=("m2po",)),
@@ -92,6 +94,7 @@ ADVANTAGES: dict[str, Advantage] = {
     "grpo_passk": Advantage(row_is_episode=True, options=("passk_std",)),
     "gdpo": Advantage(needs=frozenset({"parts"}), options=("gdpo_weights",)),
     "rloo": Advantage(),
+    "dpo": Advantage(needs=frozenset({"reference"}), row_is_episode=True, options=("dpo_beta",)),
     "opo": Advantage(),
     "gpg": Advantage(),
     "remax": Advantage(compares_group=False, needs=frozenset({"greedy"}), row_is_episode=True),

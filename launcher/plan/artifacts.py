@@ -29,7 +29,7 @@ def needs_preparation(config: RunConfig) -> bool:
     data = needs_data(config)
     model = needs_model(config)
     kl = config.algorithm.kl
-    if kl.coef > 0 and kl.reference_path:
+    if config.algorithm.uses_reference and kl.reference_path:
         check_model_folder(Path(kl.reference_path), "algorithm.kl.reference_path")
     if config.algorithm.teacher is not None and config.algorithm.teacher.path is not None:
         check_model_folder(Path(config.algorithm.teacher.path), "algorithm.teacher.path")

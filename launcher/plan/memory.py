@@ -338,7 +338,7 @@ def trainer_parts(config: RunConfig, size: ModelSize, *, on_gpu: bool) -> dict[P
     own = held(whole, size.critic_in_experts + (0 if trainer.lora else size.in_experts))
     reference = held(size.parameters, size.in_experts) * (each if megatron else 4)
     teacher = held(size.teacher, size.teacher_in_experts) * (each if megatron else 4)
-    has_reference = config.algorithm.kl.coef > 0 and not reference_is_base(config, experts=size.in_experts > 0)
+    has_reference = config.algorithm.uses_reference and not reference_is_base(config, experts=size.in_experts > 0)
     several = trainer.ranks > 1 and _tokens_of_rank(config) > trainer.max_tokens_per_microbatch
     summed = (whole - still) * 4 if several or trainer.ranks == 1 else 0
     gathered = 0 if megatron else size.head * HEAD_BYTES + summed

@@ -60,6 +60,7 @@ class AdvantageInputs:
         baselines: float64 [N], reward of the group's greedy episode, or None if none was played.
         values: float64 [N, T], the critic's, or None without one.
         logprobs: float64 [N, T], log pi_old, or None where it was not computed.
+        reference: float64 [N, T], log-probabilities by the reference model, or None without one.
         sum_squares: float64 [N, T], sum of pi_old^2 over the vocabulary, for the estimators that declare it.
         importance: float64 [N, T], the correction's weights, 0 where it rejects; None if bypassed.
         cut: bool [N], rows that ended because of a limit on tokens, turns or time.
@@ -79,6 +80,7 @@ class AdvantageInputs:
     baselines: Tensor | None = None
     values: Tensor | None = None
     logprobs: Tensor | None = None
+    reference: Tensor | None = None
     sum_squares: Tensor | None = None
     importance: Tensor | None = None
     cut: Tensor | None = None
@@ -121,6 +123,7 @@ class AdvantageInputs:
             turns=pad(self.turns, fill=-1),
             values=None if self.values is None else pad(self.values),
             logprobs=None if self.logprobs is None else pad(self.logprobs),
+            reference=None if self.reference is None else pad(self.reference),
             sum_squares=None if self.sum_squares is None else pad(self.sum_squares),
             importance=None if self.importance is None else pad(self.importance),
             rows=None,
@@ -228,6 +231,27 @@ def rloo(x: AdvantageInputs) -> Tensor:
     groups = _groups(x)
     factor = groups.size / (groups.size - 1).clamp(min=1)
     return x.spread(factor * groups.centred(x.rewards))
+
+
+def dpo(x: AdvantageInputs) -> Tensor:
+    """Online DPO on all pairs of a group with different rewards: A_i = s (sum over pairs of +-beta sigmoid(-h)).
+
+    h = beta (log pi_old/pi_ref of the better row - log pi_old/pi_ref of the worse one), over their sampled tokens; the
+    sign is + for the better. s is the batch's rows per pair: with loss ``reinforce`` and ``seq-mean-token-sum`` the
+    first gradient is that of the mean of -log sigmoid(h) over pairs (DPO, arXiv:2305.18290, equation 7; from own
+    samples: arXiv:2402.04792).
+    """
+    assert x.logprobs is not None and x.reference is not None, "dpo needs a reference"
+    beta, groups, pairs = x.options.dpo_beta, _groups(x), 0
+    ratios = row_sums(torch.where(x.mask, x.logprobs - x.reference, 0.0), x.rows)
+    advantages = torch.zeros_like(ratios)
+    for group in range(groups.count):
+        rows = ((groups.index == group) & x.scored).nonzero().flatten()
+        better = x.rewards[rows, None] > x.rewards[None, rows]
+        slopes = beta * torch.sigmoid(-beta * (ratios[rows, None] - ratios[None, rows])) * better
+        advantages[rows] = slopes.sum(1) - slopes.sum(0)
+        pairs += int(better.sum())
+    return x.spread(x.row_weights.sum() / max(pairs, 1) * advantages)
 
 
 def opo(x: AdvantageInputs) -> Tensor:
@@ -414,6 +438,7 @@ ADVANTAGES: dict[str, AdvantageFn] = {
     "grpo_passk": grpo_passk,
     "gdpo": gdpo,
     "rloo": rloo,
+    "dpo": dpo,
     "opo": opo,
     "gpg": gpg,
     "remax": remax,

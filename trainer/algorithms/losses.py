@@ -231,6 +231,21 @@ def gmpo(x: LossInputs) -> Tensor:
     return -weights * log_mean.exp() * _row_mean(x.advantages, x)
 
 
+def sppo(x: LossInputs) -> Tensor:
+    """w (S - eta A)^2 / (2 eta) of the row, S the sum of log r over it, as a share on each token, [B, T].
+
+    The value of a term is that of the row over its tokens, and its gradient goes through the token itself, so that with
+    ``seq-mean-token-sum`` the whole is the mean over rows. Source: SPPO (arXiv:2405.00675), equation 4.4, with A for
+    the win rate - 1/2 and 1 / (2 eta) for the factor, which makes the first gradient that of -A log pi_theta.
+    """
+    eta = x.options.loss_options.sppo_eta
+    chosen = torch.where(x.free.any(1, keepdim=True), x.free, x.mask)
+    total = torch.where(chosen, x.log_ratio.detach(), 0.0).sum(1, keepdim=True)
+    gap = total - eta * _row_mean(x.advantages, x)
+    share = gap**2 / (2 * eta) / chosen.sum(1, keepdim=True).clamp(min=1)
+    return x.weights * (share + gap / eta * (x.logprobs - x.logprobs.detach()))
+
+
 LOG_WEIGHT_BOUNDS = math.log(1e-8), LOG_RATIO_LIMIT
 
 
@@ -417,6 +432,7 @@ LOSSES: dict[str, PolicyLoss] = {
     "dppo_tv": PolicyLoss(dppo_tv),
     "dppo_kl": PolicyLoss(dppo_kl),
     "ipo": PolicyLoss(ipo),
+    "sppo": PolicyLoss(sppo),
     "vespo": PolicyLoss(vespo),
     "prime_rl": PolicyLoss(prime_rl),
     "m2po": PolicyLoss(m2po, select_m2po),

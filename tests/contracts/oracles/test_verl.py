@@ -74,7 +74,7 @@ ROWS, WIDTH = 6, 12
 NO_CAP = 1e9
 SCALES = (0.0, 1e-7, 1e-4, 0.05, 0.3, 1.0)  # of log r: on-policy, rounding, an engine's mismatch, staleness
 # Losses of ours that verl 0.9.1 does not have.
-OURS_ALONE = {"decoupled_ppo", "ipo", "m2po", "prime_rl", "vespo"}
+OURS_ALONE = {"decoupled_ppo", "ipo", "m2po", "prime_rl", "sppo", "vespo"}
 BYPASS = sorted(
     name for name, preset in PRESETS.items() if name.startswith("bypass") and preset.proximal == "behaviour"
 )

@@ -75,6 +75,7 @@ REFUSED = [
         ["algorithm.advantage=gae", "critic={}", "algorithm.advantage_options={lam: 0.9, lam_alpha: 0.05}"],
         ["algorithm.advantage_options.lam_alpha", "lam=0.9"],
     ),
+    (["algorithm.advantage=dpo", "algorithm.kl.estimator=full"], ["algorithm.advantage=dpo", "estimator=full"]),
     (["algorithm.norm_length=64"], ["algorithm.norm_length", "seq-mean-token-sum-norm"]),
     (["algorithm.kl.unbiased=true"], ["algorithm.kl.unbiased", "algorithm.kl.coef=0"]),
     (
@@ -90,6 +91,7 @@ ACCEPTED = [
     ["algorithm.correction_options.max_age=0"],
     ["algorithm.loss=decoupled_ppo", "algorithm.correction=disabled"],
     ["algorithm.loss=m2po"],
+    ["algorithm.advantage=dpo", "algorithm.loss=reinforce", "algorithm.kl.reference_path=x"],
     ["algorithm.loss=vespo", "algorithm.correction=bypass_ppo_clip"],
     ["algorithm.loss=gspo", "algorithm.aggregation=seq-mean-token-mean"],
     ["algorithm.kl.coef=0.1", "algorithm.kl.estimator=full"],

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rl_async.configs.schema.algorithm import AdvantageOptions, AlgorithmConfig, OverlongConfig, ShapingConfig
-from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig, PreferenceConfig
 from rl_async.configs.schema.formulas import ADVANTAGES as TRAITS
 from rl_async.configs.schema.reward import RewardConfig, RewardTerm
 from rl_async.configs.schema.run import RunConfig
@@ -33,6 +33,7 @@ from rl_async.trainer.algorithms.advantages import (
 )
 from rl_async.trainer.algorithms.algorithm import padded_estimator
 from rl_async.trainer.algorithms.rows import Rows as Packed
+from rl_async.trainer.finetune.loop import preference_losses
 from rl_async.trainer.train import batch_metrics, conversation_sums
 from rl_async.trainer.update import Precomputed, advantage_inputs, on_last_token
 from tests.conftest import make_rows
@@ -72,6 +73,7 @@ def random_inputs(seed: int, options: AdvantageOptions | None = None, unscored: 
         baselines=torch.from_numpy(draw.random(4))[torch.tensor(groups)],
         values=torch.from_numpy(draw.normal(size=(rows, width))),
         logprobs=distributions.amax(2).log(),
+        reference=distributions.amin(2).log() / 2,
         sum_squares=(distributions**2).sum(2),
         importance=torch.from_numpy(draw.random((rows, width)) + 0.5),
     )
@@ -124,6 +126,23 @@ class Plain:
 
 def grpo(p: Plain) -> Rows:
     return p.spread(lambda i: (p.rewards[i] - p.mean(i, p.rewards)) / (p.std(i, p.rewards) + 1e-4))
+
+
+def dpo(p: Plain) -> Rows:
+    """The derivative of the mean loss of all pairs by the log-probability of each row, times the number of rows."""
+    assert p.x.logprobs is not None and p.x.reference is not None
+    rows = torch.where(p.x.mask, p.x.logprobs, 0.0).sum(1).requires_grad_()
+    ratios = rows - torch.where(p.x.mask, p.x.reference, 0.0).sum(1)
+    order = [(i, j) for i in range(p.count) for j in p.members(i) if p.scored[i] and p.rewards[i] > p.rewards[j]]
+    if not order:
+        return p.spread(lambda i: 0.0)
+    config = PreferenceConfig(beta=p.x.options.dpo_beta)
+    places = torch.tensor(order).flatten()
+    pairs = preference_losses(config, ratios[places], torch.zeros(len(places)), torch.ones(len(places)))
+    pairs.losses.mean().backward()
+    assert rows.grad is not None
+    gradient = (-p.x.row_weights.sum() * rows.grad).tolist()
+    return p.spread(lambda i: gradient[i])
 
 
 def dr_grpo(p: Plain) -> Rows:
@@ -251,6 +270,7 @@ REFERENCES: dict[str, Callable[[Plain], Rows]] = {
     "grpo_passk": grpo_passk,
     "gdpo": gdpo,
     "rloo": rloo,
+    "dpo": dpo,
     "opo": opo,
     "gpg": gpg,
     "remax": remax,
@@ -261,6 +281,10 @@ REFERENCES: dict[str, Callable[[Plain], Rows]] = {
     "tir_optimal_token_baseline": lambda p: token_baseline(p, by_column=False),
 }
 OPTIONS = AdvantageOptions(gamma=0.9, lam=0.8, gdpo_weights={"b": 0.5})
+
+
+# The field that holds an input.
+NEEDED = {"values": "values", "sum_squares": "sum_squares", "greedy": "baselines", "reference": "reference"}
 
 
 def test_names_registry_and_references_agree() -> None:
@@ -279,7 +303,7 @@ def test_an_estimator_reads_the_options_and_inputs_that_it_declares(name: str) -
     x = replace(random_inputs(0), options=Recording())  # type: ignore[arg-type]
     ADVANTAGES[name](x)
     assert read == set(TRAITS[name].options)
-    for need, field in {"values": "values", "sum_squares": "sum_squares", "greedy": "baselines"}.items():
+    for need, field in NEEDED.items():
         if need in TRAITS[name].needs:
             with pytest.raises(AssertionError):
                 ADVANTAGES[name](replace(x, **{field: None}))
@@ -329,7 +353,7 @@ def test_row_order_does_not_matter(name: str) -> None:
 def test_what_was_not_sampled_or_scored_does_not_matter(name: str) -> None:
     x = random_inputs(12, OPTIONS)
     before = ADVANTAGES[name](x)
-    for tensor in (x.values, x.logprobs, x.sum_squares, x.importance):
+    for tensor in (x.values, x.logprobs, x.reference, x.sum_squares, x.importance):
         assert tensor is not None
         tensor[~x.mask] = 77.0
         tensor[7] = -5.0
@@ -359,7 +383,9 @@ def test_padding_does_not_matter(name: str) -> None:
         return rows.pack(value) if is_token_wise else value  # type: ignore[arg-type]
 
     without = AdvantageInputs(**{n: packed(getattr(x, n)) for n in x.__dataclass_fields__} | {"rows": rows})  # type: ignore[arg-type]
-    assert torch.equal(ADVANTAGES[name](without), rows.pack(expected))
+    # dpo sums nine tokens of a row, whose order differs: at most 81 roundings of float64 of numbers below 10.
+    bound = 81 * 10 * torch.finfo(torch.float64).eps if "reference" in TRAITS[name].needs else 0.0
+    torch.testing.assert_close(ADVANTAGES[name](without), rows.pack(expected), atol=bound, rtol=0.0)
     assert torch.equal(padded_estimator(ADVANTAGES[name])(without), rows.pack(expected))
 
 

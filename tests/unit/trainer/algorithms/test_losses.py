@@ -49,6 +49,7 @@ OPTIONS = AlgorithmConfig(
         dppo_tv=0.06,
         dppo_kl=0.01,
         vespo_k_positive=2.5,
+        sppo_eta=0.8,
         ipo=0.05,
         ipo_penalty=0.3,
         m2po=0.03,
@@ -183,7 +184,12 @@ def vespo(row: list[Token]) -> list[float]:
     return [-(phi(2.5, 3.0) if k.a >= 0 else phi(3.0, 2.0)) * k.a * k.logp for k in row]
 
 
-PER_ROW = {"gspo": gspo, "gmpo": gmpo, "vespo": vespo}
+def sppo(row: list[Token]) -> list[float]:
+    gap = sum(math.log(k.r) for k in row) - 0.8 * sum(k.a for k in row) / len(row)
+    return [k.w * gap**2 / (2 * 0.8) / len(row) for k in row]
+
+
+PER_ROW = {"gspo": gspo, "gmpo": gmpo, "sppo": sppo, "vespo": vespo}
 
 
 def test_names_registry_and_references_agree() -> None:
@@ -233,7 +239,7 @@ def surrogate_gradient(name: str, x: LossInputs) -> Tensor:
     return logprobs.grad
 
 
-STOPPED = ("cispo", "gspo", "vespo")  # a part of the value carries no gradient, by definition
+STOPPED = ("cispo", "gspo", "sppo", "vespo")  # a part of the value carries no gradient, by definition
 
 
 @pytest.mark.parametrize("name", [name for name in TRAITS if name not in STOPPED])
@@ -244,6 +250,15 @@ def test_gradients_are_those_of_the_value(name: str) -> None:
         return torch.where(x.mask, LOSSES[name].per_token(replace(x, logprobs=logprobs)), 0.0).sum()
 
     assert torch.autograd.gradcheck(total, x.logprobs.clone().requires_grad_(), eps=1e-7, atol=1e-5)
+
+
+def test_sppo_has_the_gradient_of_the_rows_squared_distance() -> None:
+    x = make(4, token_wise=False)
+    x = replace(x, weights=torch.ones_like(x.weights))
+    logprobs = x.logprobs.clone().requires_grad_()
+    sums = torch.where(x.mask, logprobs - x.proximal, 0.0).sum(1)
+    ((sums - 0.8 * x.advantages[:, 0]) ** 2 / (2 * 0.8)).sum().backward()
+    torch.testing.assert_close(surrogate_gradient("sppo", x), logprobs.grad)
 
 
 def test_vespo_weighs_the_plain_gradient_by_its_value() -> None:
