@@ -183,6 +183,7 @@ def _reward_parts(c: RunConfig) -> str | None:
     ignored = {
         "algorithm.kl.place=reward": a.kl.place == "reward" and a.kl.coef > 0,
         "algorithm.shaping.overlong": shaping.overlong is not None,
+        "algorithm.shaping.length": shaping.length is not None,
         "algorithm.shaping.reward_scale": shaping.reward_scale != "none",
         "algorithm.shaping.reward_clip": shaping.reward_clip is not None,
     }

@@ -298,7 +298,9 @@ def unrewarded(c: RunConfig) -> str | None:
     the rules.
     """
     elsewhere = c.finetune or c.rollout.replay or c.agent.gateway or c.agent.environment or c.data.trust_code
-    shaped = c.algorithm.kl.coef > 0 or c.algorithm.shaping.overlong is not None or c.algorithm.teacher is not None
+    shaping = c.algorithm.shaping
+    reshaped = shaping.overlong is not None or shaping.length is not None
+    shaped = c.algorithm.kl.coef > 0 or reshaped or c.algorithm.teacher is not None
     named = (c.agent.loop, *c.agent.tools, c.algorithm.advantage, c.algorithm.loss)
     if c.reward.functions or elsewhere or shaped or any(map(is_user_reference, named)):
         return None

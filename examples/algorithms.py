@@ -24,6 +24,7 @@ from rl_async.configs.schema.formulas import ADVANTAGES, LOSSES
 
 # The preset's learning rate of 1e-3 suits losses that limit how far one step may go.
 SLOWER = "trainer.learning_rate=3e-4"
+OF_ROWS = ["algorithm.aggregation=seq-mean-token-sum", "trainer.minibatches=1", "trainer.learning_rate=1e-4"]
 # Settings that a method needs besides its name, and why.
 NEEDS: dict[tuple[str, str], list[str]] = {
     ("advantage", "gae"): ["critic={learning_rate: 1e-3}"],
@@ -31,6 +32,10 @@ NEEDS: dict[tuple[str, str], list[str]] = {
     ("advantage", "remax"): ["trainer.learning_rate=1e-4"],
     # Only a group with a single best sample has a signal, and of 16 samples usually several succeed.
     ("advantage", "grpo_passk"): ["rollout.group_size=4", "data.train_batch_groups=96", SLOWER],
+    # Gradients of whole rows; pairs need the plain gradient.
+    ("advantage", "dpo"): [*OF_ROWS, "algorithm.loss=reinforce"],
+    ("loss", "sppo"): OF_ROWS,
+    ("loss", "vespo"): [SLOWER],
     ("loss", "decoupled_ppo"): ["algorithm.correction=disabled"],  # it has a weight of its own
     ("loss", "reinforce"): [
         "trainer.minibatches=1",

@@ -356,6 +356,27 @@ class OverlongConfig(Config, frozen=True):
     factor: Annotated[float, Meta(gt=0, description="The whole penalty.")] = 1.0
 
 
+class LengthConfig(Config, frozen=True):
+    """A reward that depends on how long an answer is, in sampled tokens of its episode."""
+
+    kind: Annotated[
+        Literal["l1", "cosine"],
+        doc(
+            "l1: coef for each token of difference to `tokens` is taken from the reward. cosine: the reward goes "
+            "along a cosine from no tokens to `tokens`, by whether the answer is good."
+        ),
+    ]
+    tokens: Annotated[Positive, doc("l1: the wanted length; cosine: the length at which the curves end.")]
+    coef: Annotated[float, Meta(gt=0, description="l1: weight of a token.")] = 3e-4
+    good: Annotated[tuple[float, float], doc("cosine: reward of a good answer of no tokens, and of `tokens`.")] = (
+        2.0,
+        1.0,
+    )
+    bad: Annotated[tuple[float, float], doc("cosine: the same of any other answer.")] = (-10.0, 0.0)
+    beyond: Annotated[float, doc("cosine: reward of an answer of `tokens` or more.")] = -10.0
+    above: Annotated[float, doc("cosine: an answer is good if its reward, as scored, is above this.")] = 0.0
+
+
 # Groups without signal that a batch gives up by default, on average, so that a task that nobody solves ends.
 MAX_REFILLS = 64
 
@@ -381,6 +402,7 @@ class ShapingConfig(Config, frozen=True):
         ),
     ] = False
     overlong: Annotated[OverlongConfig | None, doc("The penalty for long answers; null: none.")] = None
+    length: Annotated[LengthConfig | None, doc("A reward for length; null: none.")] = None
     overlong_filter: Annotated[
         bool,
         doc("Trajectories that were cut off (length, timeout) count in their group and do not train themselves."),

@@ -8,7 +8,7 @@ in ``configs/schema/formulas.py``.
 
 Shaping comes first. It consists of pure functions of the batch's headers, which every rank sees:
 
-    scored reward ── + overlong penalty ── / scale ── clip ──> advantages ── x repeats ──> loss of the rows that train
+    scored reward ── length ── + overlong penalty ── / scale ── clip ──> advantages ── x repeats ──> loss of rows
 
 Records, and the queue's dynamic sampling, use the rewards as they were scored. The penalty is part of the reward (DAPO
 adds it to the correctness reward), scaling applies to the sum, and clipping bounds the result.
@@ -562,8 +562,7 @@ BEST_AND_OTHERS = (0.4, 0.1)
 def shaped_rewards(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> Tensor:
     """Compute the rewards for advantages, float64 [N]; those of unscored rows are 0."""
     scored = torch.tensor([h.scored for h in headers])
-    values = torch.tensor([h.reward for h in headers], dtype=torch.float64)
-    values = torch.where(scored, values + overlong_penalties(headers, options), 0.0)
+    values = torch.where(scored, by_length(headers, options) + overlong_penalties(headers, options), 0.0)
     values = values / reward_divisor(headers, options)
     if options.reward_clip is not None:
         values = values.clamp(-options.reward_clip, options.reward_clip)
@@ -577,15 +576,40 @@ def overlong_penalties(headers: Sequence[TrajectoryHeader], options: ShapingConf
     max - cache, ((max - cache) - L) / cache up to max, -1 beyond. Source: DAPO (arXiv:2503.14476), eq. 13, where the
     factor is 1.
     """
-    sampled = Counter[tuple[str, str]]()
-    for h in headers:
-        sampled[h.episode_id, h.role] += h.sampled
-    lengths = torch.tensor([sampled[h.episode_id, h.role] for h in headers], dtype=torch.float64)
+    lengths = episode_tokens(headers)
     overlong = options.overlong
     if overlong is None:
         return torch.zeros_like(lengths)
     begins = overlong.max_tokens - overlong.cache_tokens
     return overlong.factor * ((begins - lengths) / overlong.cache_tokens).clamp(-1.0, 0.0)
+
+
+def episode_tokens(headers: Sequence[TrajectoryHeader]) -> Tensor:
+    """Count the sampled tokens of the row's role in all rows of its episode, float64 [N]."""
+    sampled = Counter[tuple[str, str]]()
+    for h in headers:
+        sampled[h.episode_id, h.role] += h.sampled
+    return torch.tensor([sampled[h.episode_id, h.role] for h in headers], dtype=torch.float64)
+
+
+def by_length(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> Tensor:
+    """Return the scored outcomes as ``options.length`` changes them, float64 [N].
+
+    With L sampled tokens and the wanted T: l1: r - coef |T - L|, L1-Exact (arXiv:2503.04697, equation 1). cosine:
+    b + (a - b) (1 + cos(pi L / T)) / 2 from a at no tokens to b at T, ``beyond`` from there on (arXiv:2502.03373,
+    section 4.1).
+    """
+    rewards = torch.tensor([h.reward for h in headers], dtype=torch.float64)
+    config = options.length
+    if config is None:
+        return rewards
+    lengths = episode_tokens(headers)
+    if config.kind == "l1":
+        return rewards - config.coef * (config.tokens - lengths).abs()
+    good = rewards > config.above
+    start, end = (torch.where(good, right, wrong) for right, wrong in zip(config.good, config.bad, strict=True))
+    curve = end + (start - end) * (1 + torch.cos(torch.pi * lengths / config.tokens)) / 2
+    return torch.where(lengths < config.tokens, curve, config.beyond)
 
 
 def reward_divisor(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> float:
@@ -597,7 +621,7 @@ def reward_divisor(headers: Sequence[TrajectoryHeader], options: ShapingConfig) 
     deviation of a rolling sum of discounted rewards. Here it is that of the batch, so that a step depends on its batch
     alone and checkpoints need no further state.
     """
-    penalised = torch.tensor([h.reward for h in headers], dtype=torch.float64) + overlong_penalties(headers, options)
+    penalised = by_length(headers, options) + overlong_penalties(headers, options)
     known = penalised[torch.tensor([h.scored and not h.baseline for h in headers])]
     if options.reward_scale == "none" or not known.numel():
         return 1.0

@@ -15,7 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rl_async.configs.schema.algorithm import AdvantageOptions, AlgorithmConfig, OverlongConfig, ShapingConfig
+from rl_async.configs.schema.algorithm import (
+    AdvantageOptions,
+    AlgorithmConfig,
+    LengthConfig,
+    OverlongConfig,
+    ShapingConfig,
+)
 from rl_async.configs.schema.data import DataConfig, ModelConfig, PreferenceConfig
 from rl_async.configs.schema.formulas import ADVANTAGES as TRAITS
 from rl_async.configs.schema.reward import RewardConfig, RewardTerm
@@ -285,6 +291,19 @@ OPTIONS = AdvantageOptions(gamma=0.9, lam=0.8, gdpo_weights={"b": 0.5})
 
 # The field that holds an input.
 NEEDED = {"values": "values", "sum_squares": "sum_squares", "greedy": "baselines", "reference": "reference"}
+
+
+def test_rewards_for_length_are_the_papers() -> None:
+    headers = [header(reward=reward, sampled=length) for reward, length in LENGTHS]
+    l1 = ShapingConfig(length=LengthConfig(kind="l1", tokens=40, coef=0.01))
+    assert advantages.shaped_rewards(headers, l1).tolist() == pytest.approx([0.6, 0.8, -0.2, 1.0, 0.0])
+    cosine = LengthConfig(kind="cosine", tokens=40, good=(2.0, 1.0), bad=(-10.0, 0.0), beyond=-7.0, above=0.5)
+    expected = [2.0, 1.5, -5.0, -7.0, -7.0]
+    assert advantages.shaped_rewards(headers, ShapingConfig(length=cosine)).tolist() == pytest.approx(expected)
+
+
+# Rewards and lengths.
+LENGTHS = ((1.0, 0), (1.0, 20), (0.0, 20), (1.0, 40), (0.4, 80))
 
 
 def test_names_registry_and_references_agree() -> None:
