@@ -70,7 +70,7 @@ DROPS = {name for name in FOUND if name.startswith("nemotron")} | {
     *("qwen3", "qwen3_5_think", "qwen3_6", "glm4moe", "gemma4_v5", "gptoss")
 }
 KEEPS_EMPTY = "qwen3_5_nothink"  # the package leaves the empty reasoning that opened a turn where it was
-# At least so many of a family's cases are equal to the template; docs/reference/chat_formats.md has what was counted.
+# At least so many of a family's cases are equal to the template, a few less than were counted.
 EQUAL = dict.fromkeys(FOUND, 55) | {
     name: 20 for name in FOUND if name.startswith(("qwen3_5", "qwen3_6", "nemotron", "gptoss"))
 }
