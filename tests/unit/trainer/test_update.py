@@ -499,9 +499,10 @@ def test_with_any_loss_free_tokens_learn_what_they_do_alone(loss: str, correctio
     algorithm = AlgorithmConfig(loss=loss, correction=correction, loss_options=options, aggregation="token-sum")
     mixed, alone = mixed_step(algorithm, alone=False), mixed_step(algorithm, alone=True)
     assert torch.equal(mixed.moved[FREE], alone.moved[FREE])
-    assert (mixed.moved[CONSTRAINED] != 0).all() and (
-        mixed.moved[CONSTRAINED].abs() < 2 * MIXED_RATE * WEIGHT * 1.1
-    ).all()
+    # Advantages are at most 1; sppo adds the row's log ratio, at most 2.3 - 1.0 - 0.1.
+    steepest = 1 + 1.2 * (loss == "sppo")
+    moved = mixed.moved[CONSTRAINED].abs()
+    assert (moved != 0).all() and (moved < 2 * MIXED_RATE * WEIGHT * steepest * 1.1).all()
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k1+", "k3+"])
