@@ -61,6 +61,7 @@ class Table:
     device = "cpu"
     row_cost = RowCost()
     replays_routers = False
+    pictures = None
 
     def __init__(self, seed: int) -> None:
         draw = torch.Generator().manual_seed(seed)
