@@ -7,7 +7,7 @@ import asyncio
 import hashlib
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -132,7 +132,7 @@ class EndlessQueue:
     async def renew(self, held: list[SampleKey]) -> Renewed:
         return Renewed()
 
-    async def put(self, *rows: Trajectory) -> Done:
+    async def put(self, *rows: Trajectory, media: Mapping[str, bytes] | None = None) -> Done:
         self.put_rows += len(rows)
         return Done()
 

@@ -44,6 +44,10 @@ WITHOUT = {
     ("launcher/runs/rehearsal.py", "main"): PEER,
     ("launcher/runs/rehearsal.py", "rehearse"): PEER,
     ("launcher/handle.py", "_named"): "what the same line has encoded",
+    (
+        "trainer/finetune/chat_rows.py",
+        "map",
+    ): "written by the launcher beside the arrays",
     ("transfer_queue/batches.py", "decode_snapshot"): CALLER,
     ("transfer_queue/chat_messages.py", "_with_mapping"): CHECKED,
     ("transfer_queue/store.py", "recover"): CALLER,

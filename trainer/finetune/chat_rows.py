@@ -62,7 +62,9 @@ class ChatRows:
     def map(cls, folder: Path, each: int = 1) -> Self:
         """Map the files that ``write`` made; their pages are read when they are first used."""
         ids, learned, ends = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("ids", "learned", "ends"))
-        media = msgspec.json.decode((folder / MEDIA).read_bytes(), type=dict[int, list[Media]])
+        # Versions before images wrote no such file.
+        file = folder / MEDIA
+        media = msgspec.json.decode(file.read_bytes(), type=dict[int, list[Media]]) if file.is_file() else {}
         return cls(ids, learned, ends, each, media, folder.parent / IMAGES)
 
     def write(self, folder: Path) -> None:

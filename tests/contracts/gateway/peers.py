@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ class Queue:
     async def renew(self, held: list[SampleKey]) -> Renewed:
         return Renewed()
 
-    async def put(self, *rows: Trajectory) -> Done:
+    async def put(self, *rows: Trajectory, media: Mapping[str, bytes] | None = None) -> Done:
         self.putting.set()
         await self.takes.wait()
         self.rows.append(rows)

@@ -43,7 +43,7 @@ class FakeHub:
         folder = self.root / f"{kind}s--{wanted.repo.replace('/', '--')}" / "snapshots" / commit
         for name in self.files if kind == "dataset" else ("config.json",):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).touch()
+            (folder / name).write_text("{}" if name == "config.json" else "")
         return folder
 
 

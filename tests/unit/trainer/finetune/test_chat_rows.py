@@ -10,7 +10,15 @@ from rl_async.configs.schema.data import FinetuneConfig
 from rl_async.errors import DataError
 from rl_async.messages import Media
 from rl_async.pictures import PictureProcessor
-from rl_async.trainer.finetune.chat_rows import IMAGES, ChatRows, EncodedRow, batch_of, steps_per_epoch, total_steps
+from rl_async.trainer.finetune.chat_rows import (
+    IMAGES,
+    MEDIA,
+    ChatRows,
+    EncodedRow,
+    batch_of,
+    steps_per_epoch,
+    total_steps,
+)
 from rl_async.trainer.finetune.loop import collate, is_measured, keep_lines
 from tests.support.vision_models import drawing, save_vision_model
 
@@ -33,6 +41,13 @@ def test_what_is_mapped_is_what_was_written(tmp_path: Path) -> None:
 def test_no_rows_are_rows_too(tmp_path: Path) -> None:
     ChatRows.of([]).write(tmp_path)
     assert len(ChatRows.map(tmp_path)) == 0
+
+
+def test_rows_of_a_version_without_images_are_read(tmp_path: Path) -> None:
+    rows(2).write(tmp_path)
+    (tmp_path / MEDIA).unlink()
+    found = ChatRows.map(tmp_path)
+    assert len(found) == 1 and found.media == {}
 
 
 def test_a_micro_batch_has_the_tokens_and_what_is_learned_of_them() -> None:
