@@ -18,9 +18,9 @@ WORKERS ?= 4
 # Bytecode is kept, since the tests start many processes that import the same modules. Most tests wait more than they
 # compute: four at a time (WORKERS) keep two cores busy. The tests of a file run on one worker, since what they share costs
 # the most: groups of ranks, engines, runs.
-PYTEST := env PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 \
+PYTEST = env PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 \
   $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-RUN_TESTS := $(if $(FLAKES),$(BIN)/python -m tests.support.flakes repeat $(FLAKES) --) $(PYTEST)
+RUN_TESTS = $(if $(FLAKES),$(BIN)/python -m tests.support.flakes repeat $(FLAKES) --) $(PYTEST)
 
 .PHONY: demo real test test-slow test-nightly check docs setup setup-test clean
 
