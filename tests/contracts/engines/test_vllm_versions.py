@@ -47,6 +47,8 @@ def defined(body: list[ast.stmt], prefix: str = "") -> dict[str, set[str]]:
     return found
 
 
+# The wheels are 700 MB to download.
+@pytest.mark.nightly
 @pytest.mark.skipif(not VERSIONS, reason=f"install them with scripts/install vllm-sources, or set {FOLDER}")
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_version_has_all_names_or_is_outside_the_range(version: str) -> None:
