@@ -18,6 +18,9 @@ from tests.contracts.engines.engine_peers import Peer, paused, running
 from tests.contracts.engines.engine_weights import deliver, differences, scaled, tensors
 from tests.support.weights import adapters, make_buckets, merged
 
+# vLLM takes minutes to start on a busy machine.
+pytestmark = pytest.mark.timeout(600)
+
 RANK = 4
 # For vLLM k_proj is a part of a fused layer.
 LAYERS = ("k_proj", "o_proj", "down_proj")

@@ -27,6 +27,9 @@ from tests.contracts.engines.engine_weights import publish, send
 from tests.support.rounding import PlainPass
 from tests.support.vision_models import drawing, save_vision_model
 
+# vLLM takes minutes to start on a busy machine.
+pytestmark = pytest.mark.timeout(600)
+
 V0, V1 = Version(0, 0), Version(0, 1)
 
 
