@@ -403,8 +403,12 @@ def test_the_critics_targets_are_verls(verl: Oracle) -> None:
         assert_same(returns, torch.where(x.mask, theirs["returns"].double(), 0.0), case)
 
 
+# From papers; the unit tests have plain references for them.
+ADVANTAGES_OF_OURS_ALONE = {"dpo", "max_rl"}
+
+
 def test_every_estimator_of_either_side_is_compared(verl: Oracle) -> None:
-    assert ADVANTAGES.keys() == {pair.ours for pair in ADVANTAGE_PAIRS.values()}
+    assert ADVANTAGES.keys() - ADVANTAGES_OF_OURS_ALONE == {pair.ours for pair in ADVANTAGE_PAIRS.values()}
     [answer] = verl.ask("names", [Case({"any": torch.zeros(1)}, torch.float64, {"registry": "advantages"})])
     assert set(bytes(answer["names"].tolist()).decode().split("\n")) == {
         name.partition(" ")[0] for name in ADVANTAGE_PAIRS

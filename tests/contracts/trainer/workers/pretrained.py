@@ -19,6 +19,10 @@ from rl_async.trainer.pretrained import StoredWeights
 READ: list[int] = []
 
 
+# Their short convolutions are tensors of their own in files and parts of one here, and a rank reads whole ones.
+STORED_APART = {"kimi_linear", "olmo_hybrid"}
+
+
 class Counted(StoredWeights):
     """Counts the numbers that it reads."""
 
@@ -44,7 +48,11 @@ def compare(folder: str, head: Any) -> None:
         assert buffers[name].dtype == buffer.dtype and buffers[name].equal(buffer), f"{folder}: {name}"
     stored = set(got.state_dict()) & buffers.keys()
     held = sum(parameter.to_local().numel() for parameter in parameters.values() if isinstance(parameter, DTensor))
-    assert sum(READ) == held + sum(buffers[name].numel() for name in stored), f"{folder}: read {sum(READ)} of {held}"
+    needed = held + sum(buffers[name].numel() for name in stored)
+    if got.config.model_type in STORED_APART:
+        assert needed <= sum(READ) < 1.1 * needed, f"{folder}: read {sum(READ)} of {held}"
+    else:
+        assert sum(READ) == needed, f"{folder}: read {sum(READ)} of {held}"
 
 
 if __name__ == "__main__":
