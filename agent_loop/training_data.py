@@ -240,7 +240,7 @@ class ChatTokens(NamedTuple):
 
     @property
     def media(self) -> list[Media]:
-        """The places of the images."""
+        """References to the images, as rows of the queue have them."""
         return [Media(sha256=image.sha256, mime=image.mime, position=image.position) for image in self.images]
 
 

@@ -1,8 +1,8 @@
 """Model types whose rows can be packed, and those that the Megatron backend trains. Imports neither torch nor Megatron.
 
 Other types run padded. A type may be added to ``FAMILIES`` if its layers mix tokens only by causal attention, through
-Transformers' attention interface, or by modules of ``model_files.MIXERS`` (``mixers.py``), and its logits are
-``lm_head(hidden)``, scaled and capped as declared here; a test compares each with one row at a time.
+Transformers' attention interface, or by modules of ``model_files.MIXERS`` (``model.keep_rows_apart``), and its
+logits are ``lm_head(hidden)``, scaled and capped as declared here; a test compares each with one row at a time.
 """
 
 from collections.abc import Callable

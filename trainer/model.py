@@ -20,6 +20,7 @@ A layer gets the record as an argument, so that it is there again when the layer
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -30,10 +31,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import DataError, UserError
-from rl_async.model_files import experts_of
+from rl_async.model_files import experts_of, mixers_of
 from rl_async.pictures import PictureProcessor
 from rl_async.torch_shared import bfloat16_products, output_logits, widened
-from rl_async.trainer.attention import NAME, Sharing, gathered
+from rl_async.trainer.attention import NAME, Groups, Sharing, gathered
 from rl_async.trainer.backend import OutputName, Outputs, policy_outputs
 from rl_async.trainer.families import (
     LogitForm,
@@ -45,7 +46,6 @@ from rl_async.trainer.families import (
     why_padded,
 )
 from rl_async.trainer.images import Images, embedded
-from rl_async.trainer.mixers import keep_rows_apart
 from rl_async.trainer.packing import Packed, PackedTree, Tensors, pack, pack_tree
 from rl_async.trainer.pretrained import Pretrained, StoredWeights, skeleton
 
@@ -462,6 +462,43 @@ def _add_product(total: Tensor, dz: Tensor, hidden: Tensor) -> None:
         return
     with bfloat16_products(dz.dtype):
         total.addmm_(dz.t().to(total.dtype), hidden.to(total.dtype))
+
+
+# --- Layers with a state
+
+# Mamba 2, gated delta nets and short convolutions read a row of tokens from its start, so a packed row of several
+# sequences would let each begin with the state of the one before. Equally long sequences stand side by side
+# (``packing.Packed``) and are a view [sequences, length] of the row: one call of the layer serves each such group, as
+# one of attention does, and every sequence begins with an empty state. That is so on every device; kernels that know
+# borders need packages that Transformers finds itself.
+
+
+def keep_rows_apart(lm: Any) -> None:
+    """Let the modules that ``MIXERS`` names read the sequences of a packed row, a group of equal length at a time."""
+    for mixer in mixers_of(lm):
+        mixer.forward = partial(_by_groups, mixer.forward)
+
+
+def _by_groups(
+    forward: Callable[..., Tensor],
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    cache: Any = None,
+    packed_groups: Groups | None = None,
+    **_: Any,
+) -> Tensor:
+    """Call a layer for each group of a packed row [1, N, H]. Its result does not depend on other options.
+
+    Raises ValueError for what is not a packed row, rather than compute it wrongly.
+    """
+    if packed_groups is None or attention_mask is not None or cache is not None:
+        raise ValueError("a layer with a state needs packed rows, without a mask and a cache")
+    sizes = [length * sequences for length, sequences in packed_groups]
+    parts = (
+        forward(part.unflatten(0, (sequences, length))).flatten(0, 1)
+        for (length, sequences), part in zip(packed_groups, hidden_states[0].split(sizes), strict=True)
+    )
+    return torch.cat(list(parts))[None]
 
 
 # --- Kernels

@@ -486,28 +486,7 @@ class Objective:
         mask = whole.mask if self.corrected is None else self.corrected.keep
         positions = whole.rows.positions(rows)
         counts = count(mask[positions], row_weights[rows], width)
-        selected = None
-        if self.algorithm.loss.select is not None:
-            selected = torch.zeros_like(whole.mask)
-            selected[positions] = self.algorithm.loss.select(
-                SelectInputs(
-                    proximal=self.precomputed.proximal[positions],
-                    behaviour=whole.behaviour[positions],
-                    advantages=self.advantages[positions],
-                    mask=mask[positions] & whole.free[positions],
-                    options=self.config,
-                    seed=seed,
-                    rows=Rows(whole.rows.lengths[rows]),
-                )
-            )
-
-        uncertain = None
-        if self.precomputed.entropy is not None:
-            uncertain = torch.zeros_like(whole.mask)
-            uncertain[positions] = high_entropy(
-                self.precomputed.entropy[positions], mask[positions], self.config.top_entropy
-            )
-
+        selected, uncertain = self._chosen(mask, positions, rows, seed)
         imitation, good, imitated = self.config.imitation, torch.zeros_like(whole.mask), 1
         if imitation is not None:
             by_row = torch.tensor([h.scored and h.reward > imitation.above for h in whole.headers])
@@ -588,6 +567,34 @@ class Objective:
             return loss
 
         return loss_fn
+
+    def _chosen(
+        self, mask: Tensor, positions: Tensor, rows: Sequence[int], seed: int
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Choose among the tokens of a mini-batch, which are at ``positions`` and have true in ``mask``.
+
+        Returns those that the loss selects, and those of high entropy, each bool of the whole batch; None if all are.
+        """
+        whole, selected, uncertain = self.whole, None, None
+        if self.algorithm.loss.select is not None:
+            selected = torch.zeros_like(whole.mask)
+            selected[positions] = self.algorithm.loss.select(
+                SelectInputs(
+                    proximal=self.precomputed.proximal[positions],
+                    behaviour=whole.behaviour[positions],
+                    advantages=self.advantages[positions],
+                    mask=mask[positions] & whole.free[positions],
+                    options=self.config,
+                    seed=seed,
+                    rows=Rows(whole.rows.lengths[rows]),
+                )
+            )
+        if self.precomputed.entropy is not None:
+            uncertain = torch.zeros_like(whole.mask)
+            uncertain[positions] = high_entropy(
+                self.precomputed.entropy[positions], mask[positions], self.config.top_entropy
+            )
+        return selected, uncertain
 
     def _corrected(self, micro: MicroBatch, logprobs: Tensor) -> Corrected:
         """Cut this micro-batch's part of the correction, or with bypass correct by the policy as it is now."""

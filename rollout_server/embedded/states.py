@@ -43,7 +43,7 @@ class SlotStates:
             held[at] = new
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy slots ``source`` onto ``target``."""
+        """Copy the states of the slots ``source`` to the slots ``target``, each int64 [n]."""
         for held in (self.conv, self.recurrent):
             if held is not None:
                 held[target] = held[source]

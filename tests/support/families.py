@@ -22,7 +22,8 @@ COMMON: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "tie_word_embeddings": False,
-    "initializer_range": 0.15,  # large, so that attention is far from uniform and caps bite
+    # Large, so that attention is far from uniform and caps bite.
+    "initializer_range": 0.15,
 }
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 ROUTED: dict[str, Any] = {

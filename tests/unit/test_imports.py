@@ -124,6 +124,7 @@ def test_heavy_packages_are_imported_at_home_alone(imported: dict[Path, frozense
             assert at_home or (composition_root and heavy != "ray"), f"{where}: {heavy}"
 
 
+# Of our dependencies, those that every engine brings.
 PROVIDED = {
     "msgspec",
     "numpy",
@@ -131,7 +132,7 @@ PROVIDED = {
     "safetensors",
     "torch",
     "transformers",
-}  # of our dependencies, those that every engine brings
+}
 
 
 def test_inside_an_engine_only_what_it_brings_is_imported() -> None:

@@ -50,7 +50,7 @@ class ChatRows:
 
     @classmethod
     def of(cls, rows: Sequence[EncodedRow]) -> Self:
-        """Concatenate rows."""
+        """Concatenate rows that were encoded one by one, without the files of their images."""
         return cls(
             np.concatenate([np.empty(0, np.int32), *(row.ids for row in rows)]).astype(np.int32),
             np.concatenate([np.empty(0, bool), *(row.learned for row in rows)]).astype(bool),

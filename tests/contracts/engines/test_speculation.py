@@ -15,7 +15,8 @@ from tests.contracts.engines.engine_peers import Peer, metric, paused, running
 from tests.contracts.engines.engine_weights import errors, log_probabilities, scaled, send, tensors
 from tests.support.rounding import PlainPass
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # vLLM takes minutes to start on a busy machine
+# vLLM takes minutes to start on a busy machine.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 NGRAMS = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}'
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"

@@ -171,7 +171,8 @@ async def test_a_trainer_that_died_resumes(rig: Any, make_plan: Any) -> None:
     assert len(rig.pids("queue")) == 1
 
 
-@pytest.mark.parametrize("end", [pytest.param("exit 0", marks=SLOW), "exit 143"])  # 143: somebody else asked it to stop
+# 143 is the exit code of a process that somebody else asked to stop.
+@pytest.mark.parametrize("end", [pytest.param("exit 0", marks=SLOW), "exit 143"])
 async def test_a_trainer_that_ends_early_without_error_goes_on(rig: Any, make_plan: Any, end: str) -> None:
     rig.do("trainer", end, "work")
     rig.go()

@@ -129,7 +129,7 @@ def test_the_text_of_a_mark_is_text(family: str, tmp_path: Path) -> None:
 
 def looker(images: list[bytes], said: str = "look: ") -> Tool:
     def look() -> list[dict[str, Any]]:
-        """Look."""
+        """Return a picture of the surroundings."""
         return [{"type": "text", "text": said}, *({"type": "image", "image": image} for image in images)]
 
     return Tool(look)

@@ -40,7 +40,7 @@ def saved(family: str, folder: Path) -> PictureProcessor:
 
 
 def oracle(family: str, tokenizer: PreTrainedTokenizerFast, patch: pytest.MonkeyPatch) -> Any:
-    """The family's own processor."""
+    """Load the processor of Transformers that the family is compared with."""
     # A processor of videos needs torchvision, and num2words is for videos too.
     patch.setattr(ProcessorMixin, "check_argument_for_proper_class", lambda *_: None)
     patch.setattr(processing_smolvlm, "num2words", object())

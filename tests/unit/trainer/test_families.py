@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.families import FAMILIES, why_padded
 from rl_async.trainer.fsdp2 import Fsdp2Backend
-from rl_async.trainer.mixers import keep_rows_apart
+from rl_async.trainer.model import keep_rows_apart
 from rl_async.trainer.packing import Tensors, empty_tensors
 from rl_async.weight_sync.experts import STACKED_FOR_ENGINES, single
 from tests.support.families import COMMON, DISTINCT, PADDED, VOCAB, config_of, saved

@@ -76,7 +76,7 @@ def row(family: str, processor: PictureProcessor, number: int, text: str, images
 
 
 def built(folder: Path, head: Any = "policy") -> Headed:
-    """The trainer's model, without FSDP."""
+    """Build the model that the trainer shards, with all weights in this process."""
     model, pretrained = build_headed(str(folder), head)
     allocate(model, "cpu")
     model.lm.tie_weights()

@@ -260,7 +260,8 @@ def test_an_engine_that_keeps_a_copy_holds_its_weights_twice(option: str) -> Non
     config = float32_config("calculator", [*lora, f"weight_sync.{option}"])
     assert engine_bytes(config, size) == TORCH_BYTES + 2 * 1000 * 4
     ranks = ["rollout.engine=vllm", "rollout.tensor_parallel=2", *lora, f"weight_sync.{option}"]
-    copies = 1 if option == "staged=true" else 2  # slices, or all weights in each rank
+    # Ranks hold slices if updates are staged, and all weights otherwise.
+    copies = 1 if option == "staged=true" else 2
     divided = float32_config("calculator", [*ranks, "rollout.cache_bytes=1"])
     assert engine_bytes(divided, size) == 2 * (TORCH_BYTES + 1) + (1 + copies) * 1000 * 4
 

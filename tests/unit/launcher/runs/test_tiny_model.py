@@ -40,7 +40,7 @@ def coloured(colour: str, draw: random.Random) -> bytes:
 
 
 def encoder(folder: Path, model: Any, tokenizer: PreTrainedTokenizerFast) -> PictureProcessor:
-    """What encodes the model's images."""
+    """Build the image processor that the warm start writes beside the model."""
     write_text_files(folder, model, tokenizer)
     found = PictureProcessor.load(str(folder))
     assert found is not None

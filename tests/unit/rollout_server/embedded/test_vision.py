@@ -36,7 +36,7 @@ class Family:
     processor: PictureProcessor
 
     def prompt(self, ids: Sequence[int], *drawings: bytes) -> tuple[list[int], list[Image]]:
-        """Expand the prompt's marks."""
+        """Encode a prompt with images as an agent worker does, and place them in it."""
         expanded, positions = self.processor.expand(ids, drawings)
         return expanded, [Image.of(d, "image/png", p) for d, p in zip(drawings, positions, strict=True)]
 

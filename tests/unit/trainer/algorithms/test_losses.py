@@ -239,7 +239,8 @@ def surrogate_gradient(name: str, x: LossInputs) -> Tensor:
     return logprobs.grad
 
 
-STOPPED = ("cispo", "gspo", "sppo", "vespo")  # a part of the value carries no gradient, by definition
+# A part of their value carries no gradient, by definition.
+STOPPED = ("cispo", "gspo", "sppo", "vespo")
 
 
 @pytest.mark.parametrize("name", [name for name in TRAITS if name not in STOPPED])
