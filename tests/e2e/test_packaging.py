@@ -22,9 +22,10 @@ EXTRAS = {  # modules that only an extra's package lets one import, by that pack
 
 
 def modules() -> set[str]:
-    """Every module of the project under its import name."""
+    """Every module of the project under its import name; the documentation, shipped as data, has none."""
     found = set()
-    for folder, _, files in os.walk(ROOT / "rl_async", followlinks=True):
+    for folder, folders, files in os.walk(ROOT / "rl_async", followlinks=True):
+        folders[:] = sorted(set(folders) - {"docs"})
         package = ".".join(Path(folder).relative_to(ROOT).parts)
         names = (Path(file) for file in files)
         found |= {package if n.stem == "__init__" else f"{package}.{n.stem}" for n in names if n.suffix == ".py"}
@@ -73,6 +74,7 @@ def test_the_wheel_holds_every_module_and_preset(site: Path) -> None:
     assert {f"rl_async/insight/view/static/{name}" for name in ("index.html", "app.js", "app.css")} <= names
     assert not any("view/web" in name for name in names), "the page's sources are not shipped"
     assert {f"rl_async/configs/presets/{p.name}" for p in (ROOT / "configs" / "presets").glob("*.yaml")} <= names
+    assert {f"rl_async/docs/{p.relative_to(ROOT / 'docs').as_posix()}" for p in (ROOT / "docs").rglob("*.md")} <= names
     assert "rl_async/py.typed" in names
 
 
