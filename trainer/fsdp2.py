@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
@@ -41,7 +41,7 @@ from rl_async.trainer.packing import Tensors
 from rl_async.trainer.ranks import adjacent_and_strided
 from rl_async.weight_sync.buckets import dtype_name
 from rl_async.weight_sync.experts import STACKED_FOR_ENGINES, single_layout, single_shards
-from rl_async.weight_sync.layout import Layout, TensorSpec, fsdp2
+from rl_async.weight_sync.layout import Layout, TensorSpec, fsdp2, sharded_dimension
 from rl_async.weight_sync.reshard import ShardedWeights, one_box_each
 
 
@@ -87,8 +87,13 @@ class Fsdp2Backend:
         self._offloads = options.cpu_offload
         prepare(model, options)
         self._replicas = options.replicas
+        # A rank that holds a whole copy of what it trains keeps the weights in the model's type from the first
+        # micro-batch of a step to the last, instead of casting and copying them for each.
+        self._whole = config is not None and dist.get_world_size() == options.replicas and not self._offloads
         mesh = mesh_of(device, dist.get_world_size(), options.replicas, options.collective_timeout_s)
         self.model = shard(model, mesh, self.dtype, self._offloads)
+        if self._whole:
+            self.model.set_reshard_after_forward(False)
         allocate(self.model, "cpu" if self._offloads else device)
         pretrained.fill(dict(without_adapters(self.model.lm)) | dict(self.model.lm.named_buffers()))
         if self._lora is not None:
@@ -130,17 +135,7 @@ class Fsdp2Backend:
         self, batches: Sequence[Tensors], loss_fn: LossFn, requested: frozenset[OutputName] = frozenset()
     ) -> tuple[float, float]:
         assert self.optimizer is not None and self.schedule is not None and self.config is not None
-        world = dist.get_world_size()
-        # Read once, after the last micro-batch, since reading waits for the device.
-        losses = torch.zeros((), dtype=torch.float64, device=self.device)
-        for number, batch in enumerate(batches):
-            # One rank has nothing to send, and would keep whole gradients beside their sum.
-            self.model.set_requires_gradient_sync(world == 1 or number == len(batches) - 1)
-            loss = loss_fn(number, self.model.outputs(batch, requested))
-            losses += loss.detach()
-            # FSDP averages over ranks, but the loss is already divided by the global count, and each of the ranks that
-            # share rows has its own part of the gradient (attention.py).
-            (loss * world).backward()
+        losses = self.add_gradients(batches, loss_fn, requested)
         norm = _full(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)).item()
         total = losses.item()
         finite = torch.tensor([float(total == total and abs(total) != float("inf"))])
@@ -152,6 +147,29 @@ class Fsdp2Backend:
         self.schedule.step()
         self.optimizer.zero_grad()
         return total, norm
+
+    def add_gradients(
+        self, batches: Sequence[Tensors], loss_fn: LossFn, requested: frozenset[OutputName] = frozenset()
+    ) -> Tensor:
+        """Sum the gradients of micro-batches over all ranks; return this rank's sum of losses, a scalar on the device.
+
+        A collective.
+        """
+        world = dist.get_world_size()
+        # Read once, after the last micro-batch, since reading waits for the device.
+        losses = torch.zeros((), dtype=torch.float64, device=self.device)
+        for number, batch in enumerate(batches):
+            last = number == len(batches) - 1
+            # A single rank with offloaded weights has no room for whole gradients.
+            self.model.set_requires_gradient_sync(last or (world == 1 and not self._whole))
+            if self._whole:
+                self.model.set_reshard_after_backward(last)
+            loss = loss_fn(number, self.model.outputs(batch, requested))
+            losses += loss.detach()
+            # FSDP averages over ranks, but the loss is already divided by the global count, and each of the ranks that
+            # share rows has its own part of the gradient (attention.py).
+            (loss * world).backward()
+        return losses
 
     def sharded_weights(self, what: Published = "merged") -> ShardedWeights:
         for module in self.model.modules():
@@ -345,7 +363,12 @@ def shard(model: Any, mesh: DeviceMesh, dtype: torch.dtype, cpu_offload: bool = 
     if dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     keep = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
-    spread = functools.partial(fully_shard, mesh=mesh, offload_policy=keep)
+    ranks = mesh.size(mesh.ndim - 1)
+
+    def placement(parameter: Tensor) -> Shard:
+        return Shard(sharded_dimension(parameter.shape, ranks))
+
+    spread = functools.partial(fully_shard, mesh=mesh, offload_policy=keep, shard_placement_fn=placement)
     for layer in model.decoder.layers:
         spread(layer, mp_policy=policy)
     if model.value_head is not None:

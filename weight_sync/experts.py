@@ -98,17 +98,15 @@ def single_specs(tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
 
 
 def single_layout(stacked: Layout) -> Layout:
-    """Return a layout whose ranks hold whole experts of stacked tensors, as FSDP2's do, under the names of each."""
+    """Return a layout of the experts in stacked tensors, under the names of each."""
     shards: dict[str, tuple[Shard, ...]] = {}
     for name, spec in stacked.tensors.items():
         parts = expert_parts(name, spec.shape)
         if not parts:
             shards[name] = stacked.shards[name]
         for part in parts:
-            box: Box = ((0, len(part.rows)), (0, spec.shape[2]))
-            shards[part.name] = tuple(
-                Shard(rank, box) for rank, (experts, *_) in stacked.shards[name] if part.expert in range(*experts)
-            )
+            boxes = ((rank, _box_of(part, box)) for rank, box in stacked.shards[name])
+            shards[part.name] = tuple(Shard(rank, box) for rank, box in boxes if box is not None)
     return Layout(single_specs(stacked.tensors), shards)
 
 
@@ -120,7 +118,17 @@ def single_shards(layout: Layout, stacked: Mapping[tuple[str, Box], Tensor]) -> 
         if not parts:
             held[name, box] = tensor
         for part in parts:
-            if part.expert in range(*box[0]):
-                one = tensor[part.expert - box[0][0], part.rows.start : part.rows.stop]
-                held[part.name, ((0, one.shape[0]), (0, one.shape[1]))] = one
+            if (own := _box_of(part, box)) is not None:
+                first = part.rows.start + own[0][0] - box[1][0]
+                rows = slice(first, first + own[0][1] - own[0][0])
+                held[part.name, own] = tensor[part.expert - box[0][0], rows]
     return held
+
+
+def _box_of(part: ExpertPart, box: Box) -> Box | None:
+    """Return what of an expert's tensor lies in a box of the stacked one, or None."""
+    experts, rows, columns = box
+    first, end = max(rows[0], part.rows.start), min(rows[1], part.rows.stop)
+    if part.expert not in range(*experts) or first >= end:
+        return None
+    return ((first - part.rows.start, end - part.rows.start), columns)

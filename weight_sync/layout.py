@@ -4,7 +4,7 @@ A box is a hyper-rectangle of a whole tensor under its Hugging Face name, even i
 or fuses it with others. A rank may hold several boxes of a tensor, and several ranks the same one (a replica). Source
 and target of a transfer number their ranks in one process group, so that a rank that is in both is recognised.
 
-``fsdp2`` cuts rows. ``megatron`` and ``engine`` cut Llama, Qwen2, Qwen3 and Qwen3-MoE by tensor names, as Megatron-Core
+``fsdp2`` cuts rows or experts. ``megatron`` and ``engine`` cut Llama, Qwen2, Qwen3 and Qwen3-MoE by tensor names, as Megatron-Core
 and as vLLM do (``QKVParallelLinear``, ``MergedColumnParallelLinear``, ``RowParallelLinear``,
 ``VocabParallelEmbedding``, ``determine_expert_map``). Rows that pad a vocabulary are not weights, so no box holds them.
 To add a model family, add its tensors' names to ``KINDS``.
@@ -105,9 +105,15 @@ def joined(layouts: Sequence[Layout]) -> Layout:
     )
 
 
+def sharded_dimension(shape: Sequence[int], ranks: int) -> int:
+    """Return the dimension along which FSDP2 divides a tensor among ``ranks``: 0, unless that would leave ranks with
+    more of a stack of experts [experts, rows, columns] than others, and its rows divide evenly."""
+    return 1 if len(shape) == 3 and shape[0] % ranks and not shape[1] % ranks else 0
+
+
 def fsdp2(tensors: Mapping[str, TensorSpec], ranks: int, replicas: int = 1) -> Layout:
-    """Return FSDP2's layout, ``Shard(0)`` of torch's DTensor: rows as by ``torch.chunk``, so the last ranks may have
-    none.
+    """Return the layout of our FSDP2 models, ``Shard(sharded_dimension)`` of torch's DTensor: as by ``torch.chunk``, so
+    the last ranks may have none.
 
     With ``replicas`` (HSDP) rank ``replica * ranks + i`` holds what rank i does, as on a mesh (replicate, shard).
     """
@@ -115,11 +121,12 @@ def fsdp2(tensors: Mapping[str, TensorSpec], ranks: int, replicas: int = 1) -> L
     for name, tensor in tensors.items():
         if not tensor.shape:
             raise WeightSyncError(f"{name} is a scalar, which FSDP2 does not shard")
-        rows = tensor.shape[0]
-        step = -(-rows // ranks)
-        parts = [range(min(i * step, rows), min((i + 1) * step, rows)) for i in range(ranks)]
+        along = sharded_dimension(tensor.shape, ranks)
+        size = tensor.shape[along]
+        step = -(-size // ranks)
+        parts = [range(min(i * step, size), min((i + 1) * step, size)) for i in range(ranks)]
         held = ((copy * ranks + i, part) for copy in range(replicas) for i, part in enumerate(parts))
-        shards[name] = shards_of((rank, cut(tensor.shape, 0, part)) for rank, part in held)
+        shards[name] = shards_of((rank, cut(tensor.shape, along, part)) for rank, part in held)
     return Layout(tensors, shards)
 
 

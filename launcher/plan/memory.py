@@ -312,8 +312,8 @@ def trainer_parts(config: RunConfig, size: ModelSize, *, on_gpu: bool) -> dict[P
 
     The last layer and its gradient are gathered whole: beside its shard, a rank holds the weights, their gradient in
     float32 and in the model's dtype, and the reduced gradient. When several FSDP ranks split a mini-batch into
-    micro-batches, each keeps the sum of whole gradients until the last one (``Fsdp2Backend.step``). A single rank sums
-    them as they are computed, but the allocator keeps about as much memory from the layers' weights and gradients.
+    micro-batches, each keeps the sum of whole gradients until the last one (``Fsdp2Backend.add_gradients``). A single
+    rank keeps its sum in place of the reduced gradient, and the gathered weights, in float32 at most.
 
     Megatron's data-parallel ranks shard only the moments and the float32 masters of bfloat16 weights, and hold the
     reference in the model's type; ``expert_parallel`` of them divide the experts. FSDP's ranks shard their whole

@@ -59,6 +59,12 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         Qwen3MoeConfig,
         {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     ),
+    # Two ranks of FSDP2 divide the rows of these experts, not the experts.
+    "qwen3-moe-odd": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {"head_dim": 16, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
 }
 
 

@@ -39,14 +39,14 @@ MEGATRON = {"backend": "megatron"}
 # passes through a model as tests/unit/trainer/test_families.py does. Tied embeddings, which are in two places,
 # meet every way in which a model or its rows are divided.
 IMPLEMENTATIONS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
-    "fsdp2 x2": (2, {"backend": "fsdp2"}, ("llama", "qwen3-moe")),
+    "fsdp2 x2": (2, {"backend": "fsdp2"}, ("llama", "qwen3-moe", "qwen3-moe-odd")),
     "fsdp2 x1 checkpointed": (1, {"activation_checkpointing": True}, ("llama",)),
     "fsdp2 x1 compiled and checkpointed": (1, {"compile": True, "activation_checkpointing": True}, ("qwen3",)),
     "fsdp2 x2 offloaded": (2, {"cpu_offload": True}, ("qwen3",)),
     "fsdp2 x2 that share rows": (2, {"sequence_parallel": 2}, ("qwen3", "qwen2-tied")),
     "fsdp2 x2 compiled, that share rows": (2, {"sequence_parallel": 2, "compile": True}, ("qwen3",)),
     "fsdp2 x4, twos that share rows": (4, {"sequence_parallel": 2, "activation_checkpointing": True}, ("qwen3",)),
-    "fsdp2 x4 of 2 replicas": (4, {"replicas": 2}, ("qwen3",)),
+    "fsdp2 x4 of 2 replicas": (4, {"replicas": 2}, ("qwen3", "qwen3-moe-odd")),
     "megatron x1": (1, MEGATRON, (*DENSE, "qwen3-moe")),
     "megatron TP2": (2, MEGATRON | {"tensor_parallel": 2}, DENSE),
     "megatron PP2": (2, MEGATRON | {"pipeline_parallel": 2}, (*DENSE, "qwen3-moe")),

@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.router_replay import distance, perturbed, sampled
@@ -100,6 +102,27 @@ def test_values_are_a_linear_function_of_the_state_before_each_token(model_folde
     assert_near(values[predicted], exact, allowance(plain, exact, terms=lm.config.intermediate_size), "values")
     assert not values[~predicted].any(), "there is no token"
     assert values.abs().max() > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_rank_gathers_weights_and_reduces_gradients_once_a_step(model_folder: Path, dtype: str) -> None:
+    backend, x = Fsdp2Backend(str(model_folder), dtype, "cpu", TRAINING), batch()
+    masters = [parameter.detach() for parameter in backend.model.parameters()]
+    seen: list[Tensor] = []
+
+    def loss_fn(number: int, outputs: Outputs) -> Tensor:
+        assert outputs.logprobs is not None
+        seen.append(outputs.logprobs.detach().clone())
+        # Weights that were gathered anew would be zeros in the second micro-batch.
+        for master in masters:
+            master.zero_()
+        return -outputs.logprobs.mean()
+
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        backend.add_gradients([x, x], loss_fn)
+    assert seen[0].any() and seen[0].equal(seen[1])
+    parts = sum(isinstance(module, FSDPModule) for module in backend.model.modules())
+    assert sum(event.name == "fsdp::chunk_cat" for event in recorded.events()) == parts
 
 
 def test_a_value_never_sees_the_token_it_precedes(model_folder: Path) -> None:

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_async.weight_sync.experts import expert_parts, single, single_layout, single_shards, single_specs
-from rl_async.weight_sync.layout import TensorSpec, fsdp2
+from rl_async.weight_sync.layout import TensorSpec, fsdp2, sharded_dimension
 from rl_async.weight_sync.reshard import one_box_each
 
 SIZES = {
@@ -52,7 +52,7 @@ def test_other_tensors_keep_their_names() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (2, 2), (4, 1), (7, 1)])
-def test_ranks_of_fsdp2_hold_whole_experts(ranks: int, replicas: int) -> None:
+def test_ranks_of_fsdp2_hold_experts_or_rows_of_them(ranks: int, replicas: int) -> None:
     tensors = {
         "m.experts.gate_up_proj": torch.arange(5 * 4 * 3.0).view(5, 4, 3),
         "m.experts.down_proj": torch.arange(100, 100 + 5 * 3 * 2.0).view(5, 3, 2),
@@ -63,9 +63,8 @@ def test_ranks_of_fsdp2_hold_whole_experts(ranks: int, replicas: int) -> None:
     assert layout.tensors.keys() == wanted.keys()
     held: dict[str, int] = dict.fromkeys(wanted, 0)
     for rank in range(ranks * replicas):
-        chunks = {
-            name: t.chunk(ranks)[rank % ranks] for name, t in tensors.items() if rank % ranks < len(t.chunk(ranks))
-        }
+        dealt = {name: t.chunk(ranks, sharded_dimension(t.shape, ranks)) for name, t in tensors.items()}
+        chunks = {name: parts[rank % ranks] for name, parts in dealt.items() if rank % ranks < len(parts)}
         found = single_shards(stacked, one_box_each(stacked, rank, chunks))
         assert set(found) == set(layout.held(rank))
         for (name, box), part in found.items():

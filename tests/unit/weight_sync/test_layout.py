@@ -48,6 +48,16 @@ def test_fsdp2_deals_rows_as_torch_does(ranks: int) -> None:
             assert [shard.box for shard in layout.shards[name] if shard.rank == rank] == expected
 
 
+@pytest.mark.parametrize(("experts", "ranks"), [(8, 16), (5, 2), (128, 96)])
+def test_ranks_of_fsdp2_hold_equal_parts_of_experts_that_they_cannot_divide(experts: int, ranks: int) -> None:
+    shape = (experts, 192, 5)
+    layout = fsdp2({"t": TensorSpec(shape)}, ranks)
+    for rank in range(ranks):
+        size, offset = _compute_local_shape_and_global_offset(shape, (ranks,), [rank], [Dealt(1)])
+        assert boxes(layout, "t")[rank] == [tuple((o, o + n) for o, n in zip(offset, size, strict=True))]
+        assert size == (experts, 192 // ranks, 5)
+
+
 def test_replicas_of_fsdp2_hold_the_same() -> None:
     held = boxes(fsdp2({"t": TensorSpec((5, 2))}, 3, replicas=2), "t")
     assert held[0] == held[3] == [((0, 2), (0, 2))]

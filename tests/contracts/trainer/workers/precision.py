@@ -21,9 +21,12 @@ RATE = 1e-6  # far below the last bit of a bfloat16 weight of 0.1, which is 5e-4
 def gradients(backend: Fsdp2Backend, numbers: list[int]) -> dict[str, Tensor]:
     """The sum over these micro-batches of every rank's batch, whole; all of them in one go, as ``step`` does."""
     batches = micro_batches(range(ROWS))
-    for at, number in enumerate(numbers):
-        backend.model.set_requires_gradient_sync(dist.get_world_size() == 1 or at == len(numbers) - 1)
-        loss_of(batches)(number, backend.model.outputs(batches[number], frozenset({"entropy"}))).backward()
+    loss_fn = loss_of(batches)
+    backend.add_gradients(
+        [batches[number] for number in numbers],
+        lambda at, outputs: loss_fn(numbers[at], outputs) / dist.get_world_size(),
+        frozenset({"entropy"}),
+    )
     found = {}
     for name, parameter in backend.model.named_parameters():
         assert parameter.grad is not None and parameter.grad.dtype == torch.float32, name

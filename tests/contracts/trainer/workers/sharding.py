@@ -27,12 +27,8 @@ BUCKET = 1 << 14
 
 def gradients(backend: Fsdp2Backend) -> dict[str, Tensor]:
     """Of the test batch, summed over all ranks, by the names of the parameters."""
-    world = dist.get_world_size()
     batches = micro_batches(cell_rows(backend.data_parallel.rank, backend.data_parallel.size))
-    loss_fn = loss_of(batches)
-    for number, batch in enumerate(batches):
-        backend.model.set_requires_gradient_sync(number == len(batches) - 1)
-        (loss_fn(number, backend.model.outputs(batch, frozenset({"entropy"}))) * world).backward()
+    backend.add_gradients(batches, loss_of(batches), frozenset({"entropy"}))
     named = backend.model.named_parameters()
     return {name: parameter.grad.full_tensor() for name, parameter in named if parameter.grad is not None}
 
