@@ -17,7 +17,14 @@ def stored(header: bytes, data: bytes = b"\0" * 8, length: int | None = None) ->
 def test_a_header_tells_the_tensors(tmp_path: Path) -> None:
     (tmp_path / "m.safetensors").write_bytes(stored(json.dumps(HEADER).encode()))
     (tensor,) = read_header(tmp_path / "m.safetensors").values()
-    assert (tensor.dtype, tensor.shape, tensor.data_offsets) == ("F32", [2], (0, 8))
+    assert (tensor.dtype, tensor.shape) == ("F32", [2])
+
+
+def entries(*tensors: tuple[str, list[int], tuple[int, int]]) -> bytes:
+    """A header of tensors of these types, shapes and places."""
+    return json.dumps(
+        {str(n): dict(zip(("dtype", "shape", "data_offsets"), each, strict=True)) for n, each in enumerate(tensors)}
+    ).encode()
 
 
 @pytest.mark.parametrize(
@@ -37,6 +44,16 @@ def test_a_header_tells_the_tensors(tmp_path: Path) -> None:
         stored(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}'),
         stored(b'{"a": {"dtype": 1}}'),
         stored(b"\xff\xfe"),
+        stored(json.dumps(HEADER).encode(), data=b"\0" * 64),
+        stored(entries(("F32", [2], (0, 8)), ("F32", [2], (0, 8)))),
+        stored(entries(("F32", [2], (0, 8)), ("F32", [2], (4, 12))), data=b"\0" * 12),
+        stored(entries(("F32", [2], (8, 16))), data=b"\0" * 16),
+        stored(entries(("F32", [3], (0, 8)))),
+        stored(entries(("F32", [-1, -2], (0, 8)))),
+        stored(entries(("F32", [1 << 62, 8], (0, 8)))),
+        stored(entries(("F33", [2], (0, 8)))),
+        stored(b'{"a": {"dtype": "F32", "dtype": "I32", "shape": [2], "data_offsets": [0, 8]}}'),
+        stored(b'{"__metadata__": {"format": 1}}', data=b""),
     ],
 )
 def test_what_is_no_file_of_weights_is_named(tmp_path: Path, content: bytes) -> None:
