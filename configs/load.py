@@ -6,6 +6,7 @@ PyYAML reads YAML 1.1, so `1e-3` and bands such as `0.5_5` need the resolvers be
 
 import copy
 import difflib
+import io
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ import msgspec
 import yaml
 from yaml.constructor import ConstructorError
 from yaml.reader import ReaderError
+from yaml.representer import RepresenterError
 
 from rl_async.configs.checks import check, problems
 from rl_async.configs.explain import choices, field_at, field_names, struct_at
@@ -287,8 +289,24 @@ def _forget_absent_sections(values: dict[str, Any], prefix: str) -> None:
 
 
 def dump_values(values: dict[str, Any]) -> str:
-    """Write sections and values as YAML that ``load_config`` reads back."""
-    return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
+    """Write sections and values as YAML that ``load_config`` reads back. Raises ConfigError for other types' values."""
+    try:
+        return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
+    except RepresenterError as error:
+        raise ConfigError(f"no config has {error.args[-1]!r:.80}, a {type(error.args[-1]).__name__}") from error
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a config, or of another project's. Raises ConfigError, naming the file."""
+    try:
+        # A link may lead to a device that never ends.
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise ConfigError(f"{path}: more than {MOST_BYTES} bytes are no config")
+        return io.TextIOWrapper(io.BytesIO(content), "utf-8").read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
 
 
 def parse(text: str, origin: str) -> Any:
@@ -399,10 +417,7 @@ def _find(name_or_path: str) -> tuple[str, str]:
         if not path.is_file():
             close = difflib.get_close_matches(str(path), [str(other) for other in path.parent.glob("*.y*ml")], n=1)
             raise ConfigError(f"--config: no file {path}{f'; did you mean {close[0]}?' if close else ''}")
-        try:
-            return path.read_text(encoding="utf-8"), str(path)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--config: cannot read {path}: {error}") from error
+        return read_text(path), str(path)
     if name_or_path not in preset_names():
         hint = nearest(name_or_path, preset_names())
         raise ConfigError(f"--config: no preset {name_or_path!r}{hint}; `rl-async config list` shows all")

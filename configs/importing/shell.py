@@ -529,10 +529,11 @@ class _Evaluation:
         """Expand a word as it is written to the words that it becomes. ``unset``: the value of unset variables."""
         fields: list[str] = []
         current: list[str] = []
-        begun = False
+        # ``length``: characters of the word that is being made.
+        begun, length = False, 0
 
         def add(value: str | list[str], quoted: bool) -> None:
-            nonlocal begun
+            nonlocal begun, length
             if isinstance(value, list):
                 parts = value if quoted else [word for part in value for word in _split(part) if word]
             else:
@@ -540,13 +541,13 @@ class _Evaluation:
             for number, part in enumerate(parts):
                 if number:
                     # Spaces at the beginning of an unquoted variable separate it from nothing.
-                    if begun or any(current):
+                    if begun or length:
                         fields.append("".join(current))
                     current.clear()
-                    begun = False
+                    begun, length = False, 0
                 current.append(part)
-                begun = begun or quoted or bool(part)
-            self._count(sum(map(len, parts)) + len(parts), sum(map(len, current)))
+                begun, length = begun or quoted or bool(part), length + len(part)
+            self._count(sum(map(len, parts)) + len(parts), length)
 
         at, quoted = 0, False
         while at < len(word):
@@ -575,7 +576,7 @@ class _Evaluation:
                     quoted = False
                     continue
                 # A default in quotes is one word.
-                add(value, quoted or (isinstance(value, str) and word[:at].endswith('"}')))
+                add(value, quoted or (isinstance(value, str) and word.endswith('"}', 0, at)))
             else:
                 end = at + 1
                 while end < len(word) and word[end] not in "\\\"'`$":

@@ -17,7 +17,7 @@ import msgspec
 
 from rl_async.configs.explain import field_at
 from rl_async.configs.importing.shell import is_unknown, read_script
-from rl_async.configs.load import MOST_BYTES, dump_values, parse, refusals
+from rl_async.configs.load import dump_values, parse, read_text, refusals
 from rl_async.configs.schema.algorithm import read_options
 from rl_async.errors import ConfigError
 
@@ -223,16 +223,6 @@ _NO_VALUE = re.compile(r".*\$\(.*|`.*|\$\{[^}]*\}|\$\w+", re.DOTALL)
 MANY, UNKNOWN_SHARE = 8, 0.7
 
 
-def read_text(path: Path) -> str:
-    """The text of the file. Raises ConfigError, naming it."""
-    try:
-        if path.stat().st_size > MOST_BYTES:
-            raise ConfigError(f"{path}: more than {MOST_BYTES} bytes are no settings")
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-
-
 def read_settings(path: Path) -> tuple[Values, list[str]]:
     """Dotted keys of a YAML, JSON or TOML file, or a shell script's ``a.b=c`` arguments, and the assumptions made."""
     if path.suffix in STRUCTURED:
@@ -243,6 +233,8 @@ def read_settings(path: Path) -> tuple[Values, list[str]]:
     return (found | {"--config-name": name[1]} if name else found), assumed
 
 
+# TOML's reader takes the square of the parts of a dotted key in time.
+_DEEP_KEY = re.compile(r"""(?:\.[\w"' -]++){32}""")
 STRUCTURED = (".yaml", ".yml", ".json", ".toml")
 
 
@@ -255,6 +247,8 @@ def read_sections(path: Path) -> dict[str, Any]:
     """The sections of a YAML, JSON or TOML file, empty ones included."""
     text = read_text(path)
     if path.suffix == ".toml":
+        if _DEEP_KEY.search(text):
+            raise ConfigError(f"{path}: nested too deeply")
         try:
             return tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:

@@ -1,6 +1,7 @@
 """``rl-async``: parses the command line, runs one command, and turns its errors into messages and exit codes."""
 
 import argparse
+import os
 import platform
 import re
 import sys
@@ -71,6 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     checked_output()
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     command: Command = arguments.command
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        _print_error("the working directory has been removed; change to one that is there")
+        return EXIT_USER
     if getattr(arguments, "steady", False):
         steady_output()
     try:

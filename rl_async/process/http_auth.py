@@ -33,8 +33,8 @@ METRICS = "/metrics"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 UNAUTHORISED = 401, "the token is missing or wrong; it stands in a file in RUN/keys (docs/reference/security.md)"
 _TOKEN = re.compile(r"[!-~]{32,}")
-# The value of a Host header: a name or an address, and perhaps a port.
-_HOST = re.compile(r"(\[[^\[\]]+\]|[^:\[\]]+)(?::([0-9]{0,5}))?")
+# The value of a Host header: a name or an address, one of IPv6 in brackets, and perhaps a port.
+_HOST = re.compile(r"(\[[^\[\]\s]*:[^\[\]\s]*\]|[^:\[\]\s]+)(?::([0-9]{0,5}))?")
 
 Audience = Literal["engines", "gateway", "metrics", "ranks"]
 AUDIENCES: tuple[Audience, ...] = ("engines", "gateway", "metrics", "ranks")
@@ -164,7 +164,7 @@ class Access:
         return UNAUTHORISED
 
     def _is_known(self, host: str, address: str | None) -> bool:
-        written = _HOST.fullmatch(host.strip())
+        written = _HOST.fullmatch(host.strip(" \t"))
         if written is None or int(written[2] or 0) > 65535:
             return False
         name = _bare(written[1])

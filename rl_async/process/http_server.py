@@ -156,8 +156,14 @@ def application(routes: Mapping[str, Handler], **settings: Any) -> Starlette:
 
 
 async def read_body(request: Request, most: int = BODY_BYTES, key: str = "") -> bytes:
-    """Receive a body. Raises RequestRefused, naming the config's ``key``, as soon as more than ``most`` bytes have
-    come, and if it is not complete within BODY_S; ClientDisconnect if the client hangs up before."""
+    """Receive a body.
+
+    Raises RequestRefused, naming the config's ``key``, as soon as more than ``most`` bytes have come, if it is not
+    complete within BODY_S, and if it is compressed; ClientDisconnect if the client hangs up before.
+    """
+    if (encoding := request.headers.get("content-encoding", "identity")).lower() != "identity":
+        told = f"Content-Encoding: {encoding[:80]} is not read; send the body as it is"
+        raise RequestRefused(told, code="unsupported_encoding", param="Content-Encoding", status=415)
     received = bytearray()
     try:
         async with asyncio.timeout(BODY_S):

@@ -80,6 +80,11 @@ def test_a_body_that_is_too_long_is_refused_before_its_end(port):
     assert status == 413
 
 
+def test_a_compressed_body_is_refused_by_name(port):
+    status, error = answer(port, HEAD + b"Content-Encoding: gzip\r\nContent-Length: 2\r\n\r\n", b"{}")
+    assert status == 415 and "gzip" in error["message"]
+
+
 @pytest.mark.parametrize("begun", [b"", HEAD])
 def test_a_head_that_does_not_end_in_time_is_hung_up_on(port, begun, monkeypatch):
     monkeypatch.setattr(http_server, "HEAD_S", 0.2)

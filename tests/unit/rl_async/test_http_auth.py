@@ -86,6 +86,7 @@ def test_names_and_addresses_of_the_server_are_known(host: bytes) -> None:
             b"127.0.0.1:x",
         ),
         *(b"localhost:800000", b"localhost/evil.org", b"evil.org@localhost"),
+        *(b"localhost\xa0", b"localhost\x0b", b"localhost:80\x85", b"[localhost]", b"[127.0.0.1]:80", b"[::1]\xa0:80"),
     ],
 )
 def test_a_foreign_host_is_refused_with_the_token_too(host: bytes) -> None:

@@ -133,6 +133,7 @@ def test_what_is_printed_holds_the_translated_values_and_nothing_else(
 
 
 DEEP = "[" * 5000 + "]" * 5000
+QUOTED = ".".join(['"a b"'] * 50_000)
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10)
 )
@@ -145,6 +146,8 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 
         ("deep.yaml", f"learning_rate: {DEEP}"),
         ("deep.json", f'{{"learning_rate": {DEEP}}}'),
         ("deep.toml", f"learning_rate = {DEEP}"),
+        ("deep_key.toml", f"{'.'.join(['a'] * 50_000)} = 1"),
+        ("deep_quoted_key.toml", f"[{QUOTED}]"),
         ("bomb.yaml", f"{BOMB}learning_rate: *a9"),
         ("merges.yaml", f"{MERGES}learning_rate: 1"),
         ("itself.yaml", "learning_rate: &a [*a]"),
@@ -181,6 +184,19 @@ def test_values_of_other_kinds_are_refused_naming_the_file(tmp_path: Path) -> No
         (tmp_path / "c.json").write_text(json.dumps(given))
         with pytest.raises(ConfigError):
             SOURCES["trl"](tmp_path / "c.json", [])
+
+
+def test_what_no_config_can_hold_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("model_name_or_path = 07:32:00")
+    with pytest.raises(ConfigError, match="time"):
+        SOURCES["trl"](tmp_path / "c.toml", [])
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_file_without_end_is_refused(source: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match=r"c\.yaml: more than"):
+        SOURCES[source](tmp_path / "c.yaml", [])
 
 
 PROGRAM = """
