@@ -3,7 +3,8 @@
 The folder holds the queue's socket files, and the file that trainer ranks meet through. The operating system keeps
 strangers out of it. It is not in the run's own folder, whose path may be longer than a socket file's can be, or on a
 network file system. A segment of shared memory outlives its process: Python's resource tracker unlinks those of a
-killed process, unless it is killed with it, so their names tell the supervisor which to remove.
+killed process, unless it is killed with it. So their names tell the supervisor which to remove, and a lock tells which
+are in use, since containers that share ``/dev/shm`` (``--ipc=host``) may have run folders of the same path.
 """
 
 import fcntl
@@ -16,6 +17,8 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import BinaryIO
 
@@ -138,15 +141,28 @@ def prefix_for(file: Path) -> str:
     return f"rl-async-{hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:12]}-"
 
 
-def segment_name() -> str:
-    """Return a new name, with the prefix that this process was started with."""
-    return f"{os.environ.get(SEGMENT_PREFIX, 'rl-async-')}{secrets.token_hex(4)}"
+def create_segment(nbytes: int) -> SharedMemory:
+    """Create a segment whose name has the prefix that this process was started with, and which only it unlinks.
+
+    Its descriptor holds a lock until it is closed or the process ends. Raises OSError if it cannot be made.
+    """
+    while True:
+        name = f"{os.environ.get(SEGMENT_PREFIX, 'rl-async-')}{secrets.token_hex(4)}"
+        segment = SharedMemory(name, create=True, size=nbytes)
+        fcntl.flock(segment._fd, fcntl.LOCK_SH)  # type: ignore[attr-defined]
+        # A supervisor of another container may have unlinked it before the lock was held.
+        if os.fstat(segment._fd).st_nlink:  # type: ignore[attr-defined]
+            return segment
+        segment.close()
+        resource_tracker.unregister(f"/{name}", "shared_memory")
 
 
 def sweep_segments(prefix: str) -> None:
-    """Unlink this user's segments with this prefix, whose process must have ended; mappings of them stay."""
+    """Unlink this user's segments with this prefix whose processes have ended; mappings of them stay."""
     for segment in SEGMENTS.glob(f"{prefix}*"):
-        # The resource tracker may be faster.
-        with suppress(FileNotFoundError):
+        # The resource tracker may be faster; a locked one belongs to a process of another container.
+        with suppress(FileNotFoundError, BlockingIOError):
             if segment.lstat().st_uid == os.getuid():
-                segment.unlink()
+                with segment.open("rb") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    segment.unlink()

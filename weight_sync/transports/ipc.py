@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from rl_async.errors import WeightSyncError
-from rl_async.process.private_folder import segment_name
+from rl_async.process.private_folder import create_segment
 from rl_async.torch_shared import settle
 from rl_async.weight_sync.buckets import Bucket, wire_bytes
 from rl_async.weight_sync.protocol import DeviceMemory, InitInfo, UpdateInfo
@@ -237,7 +237,7 @@ def new_segment(nbytes: int) -> SharedMemory:
     """
     segment = None
     try:
-        segment = SharedMemory(segment_name(), create=True, size=nbytes)
+        segment = create_segment(nbytes)
         descriptor = _posixshmem.shm_open(f"/{segment.name}", os.O_RDWR, mode=0o600)
         try:
             os.posix_fallocate(descriptor, 0, nbytes)

@@ -1,6 +1,7 @@
 """Real processes: their state and stacks, ranks that start and end together, and strays that are found and killed."""
 
 import asyncio
+import fcntl
 import logging
 import os
 import signal
@@ -21,7 +22,15 @@ from rl_async.launcher.plan.planning import ProcessSpec
 from rl_async.launcher.supervisor import Children
 from rl_async.process import guard, kernel
 from rl_async.process.kernel import ENDED, catches, read_stat, state_of
-from rl_async.process.private_folder import RENDEZVOUS, SEGMENTS, private_folder
+from rl_async.process.private_folder import (
+    RENDEZVOUS,
+    SEGMENT_PREFIX,
+    SEGMENTS,
+    create_segment,
+    prefix_for,
+    private_folder,
+    sweep_segments,
+)
 from rl_async.process.role import ASK, STACKS
 from rl_async.process.run_files import beat, who_is_missing
 from tests.contracts.launcher.test_supervisor import eventually
@@ -39,9 +48,8 @@ deep()
 
 LEAVES_MEMORY = """
 import time
-from multiprocessing.shared_memory import SharedMemory
-from rl_async.process.private_folder import segment_name
-segment = SharedMemory(segment_name(), create=True, size=8)
+from rl_async.process.private_folder import create_segment
+segment = create_segment(8)
 print(segment.name, flush=True)
 time.sleep(60)
 """
@@ -125,6 +133,44 @@ async def test_shared_memory_of_a_killed_group_is_removed_also_after_the_supervi
         child, segment = await start(lifeline)
         assert segment.name.startswith(f"{prefix}-") and not left.exists()
         await child.kill()
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_segment_in_use_in_another_container_is_not_swept(tmp_path: Path, apart: bool) -> None:
+    """Containers with ``--ipc=host`` see one ``/dev/shm`` and may have a run folder of the same path each."""
+    unshare = ["unshare", "--pid", "--fork", "--kill-child", *([] if os.getuid() == 0 else ["--map-root-user"])]
+    if apart and subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("PID namespaces are not permitted here")
+    command = [*(unshare if apart else ()), sys.executable, "-c", LEAVES_MEMORY]
+    env = os.environ | {SEGMENT_PREFIX: (prefix := prefix_for(tmp_path / "role.txt"))}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True) as owner:
+        assert owner.stdout is not None
+        segment = SEGMENTS / owner.stdout.readline().strip()
+        sweep_segments(prefix)
+        assert segment.exists()
+        os.killpg(owner.pid, signal.SIGKILL)
+        assert owner.stdout.read() == "", "the owner has ended, and closed what it held"
+    sweep_segments(prefix)
+    assert not segment.exists()
+
+
+def test_a_segment_swept_before_its_lock_was_held_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, prefix = fcntl.flock, prefix_for(tmp_path)
+
+    def late(file: Any, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        sweep_segments(prefix)
+        flock(file, operation)
+
+    monkeypatch.setenv(SEGMENT_PREFIX, prefix)
+    monkeypatch.setattr(fcntl, "flock", late)
+    segment = create_segment(8)
+    sweep_segments(prefix)
+    assert [file.name for file in SEGMENTS.glob(f"{prefix}*")] == [segment.name]
+    segment.close()
+    segment.unlink()
 
 
 async def test_ranks_that_were_asked_to_stop_are_not_waited_for_once_one_failed(rig: Any) -> None:
