@@ -320,6 +320,7 @@ def test_a_resume_at_a_negative_step_is_refused(make_rig):
     assert make_rig().store.resume(-1, 1, b"").code == "no_snapshot"
     snapshot = msgspec.msgpack.encode(QueueSnapshot(next_group=0, cursor=b"0", groups=[]))
     assert make_rig().store.resume(-1, 1, snapshot).code == "bad_snapshot"
+    assert make_rig().store.resume(1, 1, snapshot) == Resumed(kept=0, readmitted=0), "nothing was admitted before it"
 
 
 def test_snapshot_holds_what_is_not_trained(make_rig):

@@ -6,6 +6,8 @@ import pytest
 
 from rl_async.configs.schema.algorithm import AlgorithmConfig, ShapingConfig
 from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.queue import QueueConfig
+from rl_async.configs.schema.rollout import AgentConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError
 from rl_async.messages import Done, NotReady, Refused, Reserved, Resumed
@@ -278,3 +280,16 @@ def test_settings_come_from_the_config(on, expected):
         model=ModelConfig(path="m"), data=DataConfig(path="d"), algorithm=AlgorithmConfig(shaping=shaping)
     )
     assert QueueSettings.of(config).max_refills == expected
+
+
+@pytest.mark.parametrize(
+    ("episode_s", "lease_s", "expected"), [(60.0, 15.0, 14400.0), (3600.0, 15.0, 28800.0), (60.0, 20000.0, 20000.0)]
+)
+def test_a_lease_may_last_as_long_as_several_episodes(episode_s: float, lease_s: float, expected: float) -> None:
+    config = RunConfig(
+        model=ModelConfig(path="m"),
+        data=DataConfig(path="d"),
+        agent=AgentConfig(episode_timeout_s=episode_s),
+        queue=QueueConfig(lease_s=lease_s),
+    )
+    assert QueueSettings.of(config).max_lease_s == expected

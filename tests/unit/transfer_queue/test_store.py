@@ -17,6 +17,7 @@ from rl_async.transfer_queue.transitions import (
     SamplesStored,
     Tightened,
 )
+from rl_async.transfer_queue.wire import SHARD_LOST
 from tests.unit.transfer_queue.conftest import members, train_step
 
 
@@ -262,6 +263,30 @@ def test_evaluation_runs_outside_the_slots(make_rig):
     assert [h.group_id for h in result.headers] == [EVAL_GROUPS, EVAL_GROUPS + 1]
     assert members(rig.store.batches.reserve(0, 0.0)) == [0, 1]
     assert rig.store.evals.result(6).code == "unknown_eval"
+
+
+def test_a_listing_says_to_which_partition_a_group_belongs(make_rig):
+    rig = make_rig(max_staleness=0, eval_samples=1)
+    rig.publish(0)
+    rig.store.evals.open(5)
+    rig.lease()
+    listed = store.group_list(rig.store.book, -1, 100, "", 0.0)
+    assert isinstance(listed, GroupList)
+    assert {(group.group_id >= EVAL_GROUPS, group.partition) for group in listed.groups} == {
+        (False, "train"),
+        (True, "eval"),
+    }
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "x" * 101])
+def test_a_bad_name_of_a_consumer_is_named(make_rig, name):
+    refused = make_rig().store.consumers.subscribe(name, True)
+    assert isinstance(refused, Refused) and refused.code == "bad_name" and repr(name) in refused.reason
+
+
+def test_a_shard_that_is_not_registered_is_told_that_it_is_lost(make_rig):
+    refused = make_rig().store.shards.sweep("shard-7", [0])
+    assert isinstance(refused, Refused) and refused.code == SHARD_LOST and "shard-7" in refused.reason
 
 
 def test_what_there_is_of_an_evaluation_so_far_can_be_read_and_does_not_end_it(make_rig):
