@@ -12,12 +12,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_async.configs.load import load_config
-from rl_async.configs.schema.algorithm import AdvantageOptions, CriticConfig
+from rl_async.configs.schema.algorithm import AdvantageOptions, AlgorithmConfig, CriticConfig, KlConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged
+from rl_async.trainer import actor_critic
 from rl_async.trainer.actor_critic import (
     CriticUpdate,
     Models,
+    build_models,
     compute_rates,
     critic_training,
     critic_update,
@@ -126,7 +130,12 @@ def test_a_shared_critic_adds_its_weighted_loss_and_takes_it_out_of_the_report()
     assert learns is not None
     parts = [micro([0, 1]), micro([2, 4])]
     critic = FakeCritic(torch.ones(ROWS, WIDTH), parts)
-    joined = learns.wrap_loss(None, lambda number, _: torch.tensor(10.0 + number), parts, [0, 1, 2, 4])
+
+    def policy_loss(number: int, outputs: Outputs) -> torch.Tensor:
+        assert outputs.values is not None and outputs.values.requires_grad
+        return torch.tensor(10.0 + number)
+
+    joined = learns.wrap_loss(None, policy_loss, parts, [0, 1, 2, 4])
     total = sum(joined(number, critic.outputs(part)).item() for number, part in enumerate(parts))
     assert sum(learns.losses) > 0.1
     assert total == pytest.approx(21.0 + 0.25 * torch.stack(learns.losses).sum().item(), rel=1e-6)
@@ -191,6 +200,39 @@ def test_the_policy_s_schedule_leaves_out_the_critic_s_warm_up() -> None:
     assert factor(0) == 1.0
     assert factor(taken // 2) == 0.5
     assert factor(taken) == 0.0
+
+
+@pytest.mark.parametrize("critic", [None, CriticConfig(shared=True), CriticConfig(), CriticConfig(path="critic")])
+@pytest.mark.parametrize("reference", [False, True])
+def test_each_model_is_made_for_what_it_does(
+    monkeypatch: pytest.MonkeyPatch, critic: CriticConfig | None, reference: bool
+) -> None:
+    made: list[tuple[str, dict[str, Any]]] = []
+
+    def make(path: str, **given: Any) -> SimpleNamespace:
+        made.append((path, given))
+        return SimpleNamespace(path=path, replays_routers=False)
+
+    monkeypatch.setattr(actor_critic, "Fsdp2Backend", make)
+    config = RunConfig(
+        model=ModelConfig(path="policy", dtype="float32"),
+        data=DataConfig(path="none"),
+        trainer=TrainerConfig(learning_rate=1.0),
+        algorithm=AlgorithmConfig(kl=KlConfig(coef=0.1 if reference else 0.0)),
+        critic=critic,
+    )
+    models: Any = build_models(config, "cpu")
+    same = {"dtype": "float32", "device": "cpu"}
+    head = "both" if critic is not None and critic.shared else "policy"
+    expected: list[tuple[str, dict[str, Any]]] = [("policy", same | {"config": policy_training(config), "head": head})]
+    if reference:
+        expected.append(("policy", same | {"config": config.trainer, "trains": False}))
+    if critic is not None and not critic.shared:
+        own = critic_training(config.trainer, critic)
+        expected.append((critic.path or "policy", same | {"config": own, "head": "value"}))
+    assert made == expected
+    found = [model.path for model in (models.policy, models.reference, models.critic) if model is not None]
+    assert found == [path for path, _ in expected] and (models.reference is not None) == reference
 
 
 def test_a_critic_of_its_own_has_its_own_numbers_and_the_trainer_s_for_the_rest() -> None:

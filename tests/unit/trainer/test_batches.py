@@ -18,6 +18,7 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RlAsyncError, RowsChanged, RowsLost
 from rl_async.messages import Done, NotReady, Reserved, Trajectory, TrajectoryHeader, Turn, Version, VersionRun
+from rl_async.trainer import batches
 from rl_async.trainer.algorithms.rows import on_tokens
 from rl_async.trainer.batch_layout import MiniBatch, RowCost
 from rl_async.trainer.batches import Batch, QueueSource, agreed, assemble, take_batch
@@ -143,6 +144,15 @@ def test_changed_rows_are_recorded_by_any_rank_and_never_trained(alone: None, tm
     (line,) = [json.loads(line) for line in (tmp_path / "refused.jsonl").read_text().splitlines()]
     key = dict(zip(("group", "sample", "segment"), rows[1].key, strict=True))
     assert line == {"lineage": 2, "step": 5, "rank": 0, "tokens_hash": changed.tokens_hash()} | key
+
+
+def test_a_rank_with_intact_rows_ends_with_the_one_whose_rows_changed(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "agreed", lambda *_, **__: (False, False))
+    with pytest.raises(RowsChanged) as caught:
+        take(ChangedRowsQueue(make_rows(5, groups=1, samples=2)), tmp_path)
+    assert caught.value.tokens_hash == {}, "another rank's log names them"
 
 
 def test_ranks_go_on_only_if_no_row_of_any_changed(alone: None) -> None:
