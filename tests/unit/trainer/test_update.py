@@ -120,11 +120,15 @@ def test_every_micro_batch_of_every_pass_is_counted() -> None:
     def note(work: str, done: int, total: int) -> None:
         passes.setdefault(work, []).append((done, total))
 
-    update(Models(policy), batch, build(config), config, 0.0, note)  # type: ignore[arg-type]
+    models = Models(policy, reference=Table(), teacher=Table())  # type: ignore[arg-type]
+    update(models, batch, build(config), config, 0.1, note)
     looks = policy.events.count("look")
     assert looks > 2
     assert passes == {
-        "log-probabilities before the update": [(done, looks) for done in range(looks)],
+        **{
+            f"log-probabilities {of}": [(done, looks) for done in range(looks)]
+            for of in ("before the update", "of the reference", "of the teacher")
+        },
         "training": [(done, 3 * looks) for done in range(3 * looks)],
     }
 

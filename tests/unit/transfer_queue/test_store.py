@@ -220,6 +220,29 @@ def test_failed_sample_is_redelivered_then_dead_letters_its_group(make_rig):
     assert members(rig.store.batches.reserve(0, 0.0)) == [1, 2]
 
 
+def test_a_group_that_was_given_up_keeps_no_bytes_for_its_other_samples(make_rig):
+    rig = make_rig(max_attempts=1, max_staleness=0)
+    rig.publish(0)
+    first, second = rig.lease()
+    assert rig.store.delivery.put("w", [rig.header(second, 0, nbytes=5000)], 0.0) == Done()
+    assert rig.store.book.occupancy().expected_bytes == 5000 + 3 * 5000
+    rig.store.delivery.fail("w", first.group_id, 0, first.attempt, "x", 0.0)
+    assert rig.store.book.occupancy().expected_bytes == 5000 + 5000
+
+
+def test_a_group_that_is_given_up_while_it_waits_is_not_leased(make_rig):
+    rig = make_rig(max_attempts=2, max_staleness=0)
+    rig.publish(0)
+    first, _ = rig.lease("a")
+    rig.store.delivery.fail("a", first.group_id, 0, first.attempt, "x", 0.0)
+    (again,) = rig.lease("b")
+    assert (again.group_id, again.samples) == (first.group_id, [0])
+    rig.store.delivery.fail("a", first.group_id, 1, first.attempt, "x", 0.0)
+    rig.store.delivery.fail("b", first.group_id, 0, again.attempt, "x", 0.0)
+    assert len(rig.of(DeadLettered)) == 1
+    assert [group.group_id for group in rig.lease("c")] == [2]
+
+
 def test_two_lost_workers_of_one_group_dead_letter_it_once(make_rig):
     rig = make_rig(max_attempts=1, max_staleness=0)
     rig.publish(0)
