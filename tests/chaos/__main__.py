@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -83,9 +83,9 @@ SMALL = [
 SYNC_TIMEOUT_S = {"embedded": 6, "vllm": 15}  # of each request of a sync
 
 
-def faults(rounds: int) -> Iterator[dict[str, Any]]:
+def faults(rounds: int, only: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Every phase with every kind, shuffled, in the first, the second or the third sync of an engine."""
-    kinds = list(itertools.product(KINDS, PHASES))
+    kinds = list(itertools.product(only, PHASES))
     random.Random(0).shuffle(kinds)
     for number in range(rounds):
         kind, name = kinds[number % len(kinds)]
@@ -167,13 +167,14 @@ def main() -> int:
         return launch(Path(sys.argv[2]), sys.argv[3:])
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="faults in all (default: 5)")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, metavar="KIND", help="only these")
     parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
     parser.add_argument("--python", default="", help="for vLLM: its Python, as rollout.python")
     parser.add_argument("--steps", type=int, default=25, metavar="N", help="trainer steps per run (default: 25)")
     arguments = parser.parse_args()
     home = Path(tempfile.mkdtemp(prefix="chaos-"))
     (home / "faults").mkdir()
-    for number, fault in enumerate(faults(arguments.rounds)):
+    for number, fault in enumerate(faults(arguments.rounds, arguments.kinds)):
         (home / "faults" / f"{number:04d}.queued").write_text(json.dumps(fault))
     runs: list[Finished] = []
     while any((home / "faults").glob("*.queued")):

@@ -14,9 +14,11 @@ from typing import Any
 
 FOLDER = "RL_ASYNC_FAULTS"
 SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}
-# Of the one request nothing more is answered; or from now on each is answered shortly before its deadline.
-KINDS = (*SIGNALS, "swallow", "tarry")
+# Of the one request nothing more is answered, or a byte each second and never the last; or from now on each is answered
+# shortly before its deadline.
+KINDS = (*SIGNALS, "swallow", "drip", "tarry")
 TARRY_S = 4.8
+BYTE_S = 1.0
 Message = dict[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 Receive = Callable[[], Awaitable[Message]]
@@ -50,6 +52,8 @@ class Faulty:
                 last = not message.get("more_body")
                 if last and fault["when"] == "after":
                     await self._strike(receive)
+                if fault["kind"] == "drip" and self.fault is None:
+                    return await _drip(message, receive, send)
                 await send(message)
                 if not last and fault["when"] == "during":
                     await self._strike(receive)
@@ -69,6 +73,15 @@ class Faulty:
         self.tarries = kind == "tarry"
         while kind == "swallow" and (await receive())["type"] != "http.disconnect":
             pass
+
+
+async def _drip(message: Message, receive: Receive, send: Send) -> None:
+    """Send all but the last byte of an answer's part, one after the other, until the client hangs up."""
+    for byte in message["body"][:-1]:
+        await send({**message, "body": bytes([byte]), "more_body": True})
+        await asyncio.sleep(BYTE_S)
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def _take(folder: Path) -> Message | None:

@@ -12,6 +12,7 @@ import http.server
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import struct
@@ -23,9 +24,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+import redis
+
 from rl_async.process.kernel import read_stat
 from tests.chaos.history import Expected
-from tests.chaos.host.launcher import Place
+from tests.chaos.host.launcher import PROXIED, Place
+from tests.chaos.host.proxy import Proxy
 
 SOURCE = Path(__file__).with_name("clock.c")
 JUMPS_S = (2.0, 60.0, 3600.0, 6 * 3600.0)  # forwards or backwards, each up to half as long again
@@ -225,9 +229,10 @@ FLUSH_S = (1.0, 5.0, 12.0)
 LAST_WORDS = 2000  # bytes
 NO_ROOM = os.strerror(errno.ENOSPC).encode()
 RUN_MB, REDIS_MB = 256, 64
-REDIS_PORT = 6400
+REDIS_PORTS = (6400, 6401)  # a master and its replica, until they change places
 ROLES = ("queue", "shard", "engine", "worker", "gateway", "trainer", "launcher", "redis")
 RUN_FOLDER, REDIS_FOLDER, JUDGE = "run folder", "redis folder", "judge"
+ENGINE_LINK, REDIS_LINK = "engine link", "redis link"
 KINDS = {  # of faults, and whom each strikes
     "kill": ROLES,
     "freeze": ROLES,
@@ -239,7 +244,14 @@ KINDS = {  # of faults, and whom each strikes
     "delay": ROLES,  # its packets are lost most of the time, and arrive when they are sent again
     "fsync": ("queue", "trainer", "launcher", "redis"),
     "drip": (JUDGE,),
+    "late": (ENGINE_LINK, REDIS_LINK),  # each piece of what passes a proxy comes late
+    "hold": (ENGINE_LINK, REDIS_LINK),  # nothing passes
+    "cut": (ENGINE_LINK, REDIS_LINK),  # connections end
+    "promote": ("redis",),  # the master is gone, and its replica takes its place
+    "memory": ("queue", "engine", "worker", "trainer"),  # it gets no more than it has
 }
+SLOW = ("stall", "stutter", "delay", "fsync", "drip", "late", "hold", "promote")  # nobody dies of them
+MARGIN_BYTES = 1 << 20
 STALLS_S = {  # what others wait for each of them, halved and doubled: see SMALL; Redis: socket_timeout of the journal
     **dict.fromkeys(("queue", "shard", "worker", "gateway", "launcher"), (8.0,)),
     "engine": (3.0, 6.0),
@@ -261,6 +273,7 @@ SMALL = (
     f"data.train_batch_groups={EXPECTED.groups} rollout.group_size={EXPECTED.samples} "
     f"queue.max_staleness={EXPECTED.staleness} trainer.ranks=2 trainer.checkpoint_every=3 rollout.engines=2 "
     "trainer.collective_timeout_s=30 trainer.batch_timeout_s=200 agent.workers=2 queue.shards=2 queue.journal=redis "
+    "queue.redis.replicas=1 "
     "queue.lease_s=8 queue.max_attempts=1000 weight_sync.timeout_s=6 weight_sync.sync_timeout_s=60 "
     "launcher.max_restarts=10000 launcher.stop_timeout_s=5 debug.min_train_s=0.3 eval.every=0 eval.tasks=4 "
     "warm_start.min_steps=1 warm_start.max_steps=2 warm_start.check_every=1 warm_start.gate=0"
@@ -291,6 +304,15 @@ class Kind(NamedTuple):
         return fault.role != absent and possible
 
 
+def _pinch(pid: int, seconds: float) -> None:
+    """Have a process's next allocations fail for that long, but for what it has already."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    _, most = before = resource.prlimit(pid, resource.RLIMIT_AS)
+    resource.prlimit(pid, resource.RLIMIT_AS, (pages * resource.getpagesize() + MARGIN_BYTES, most))
+    time.sleep(seconds)
+    resource.prlimit(pid, resource.RLIMIT_AS, before)
+
+
 def duration(brief_s: float, long_s: tuple[float, float], rng: random.Random) -> float:
     """Return how long something lasts: mostly short, so that many faults fit into an hour, and sometimes longer than
     a lease (8 s) and a weight update (6 s) may take, since only those lose their place."""
@@ -313,15 +335,33 @@ class WholeRun:
             self._disks[REDIS_FOLDER] = SmallDisk(self._redis_home, REDIS_MB)
         self._here = [name for role, names in NAMES.items() if kind.allows(Fault(role, "kill")) for name in names]
         self._network = Network([name for name in self._here if name != "launcher"]) if kind.network else None
-        self._judge = DrippingJudge(self._network.addresses["launcher"] if self._network else "127.0.0.1")
+        hub = self._network.addresses["launcher"] if self._network else "127.0.0.1"
+        self._judge = DrippingJudge(hub)
+        self._targets, self._redis_host = self.log.with_suffix(".targets"), self._place("redis").host or "127.0.0.1"
+        self._targets.mkdir()
+        self._links = {
+            ENGINE_LINK: Proxy(hub, self._engine),
+            REDIS_LINK: Proxy(hub, lambda: (self._redis_host, REDIS_PORTS[self._master])),
+        }
+        (self._targets / "proxy").write_text(f"http://{hub}:{self._links[ENGINE_LINK].port}")
         self._log_starts: dict[Path, int] = {}
-        self._redis: subprocess.Popen[bytes] | None = None
+        self._servers: dict[int, subprocess.Popen[bytes]] = {}
+        self._master, self._redis_url = 0, f"redis://{hub}:{self._links[REDIS_LINK].port}/0"
         self._program: subprocess.Popen[bytes] | None = None
         self._prepared = home / "artifacts"
         if self._prepared.exists():
             shutil.copytree(self._prepared, self.home / "artifacts")
         self._start_redis()
         self._launch()
+
+    @property
+    def _redis(self) -> "subprocess.Popen[bytes]":
+        return self._servers[self._master]
+
+    def _engine(self) -> tuple[str, int]:
+        """Return the address of the engine behind the proxy, as the launcher has written it down."""
+        host, _, port = (self._targets / PROXIED).read_text().removeprefix("http://").rpartition(":")
+        return host, int(port)
 
     # --- its processes ----------------------------------------------------------------------------------------------
 
@@ -340,35 +380,56 @@ class WholeRun:
             )
 
     def _start_redis(self) -> None:
-        host = self._place("redis").host or "127.0.0.1"
-        words = (
-            f"redis-server --port {REDIS_PORT} --bind {host} --protected-mode no --appendonly yes --appendfsync always"
-        )
-        log = self.log.with_suffix(".redis.log")
-        self._redis = self._start("redis", [*words.split(), "--dir", str(self._redis_home), "--save", ""], log)
+        """Start what does not run of the master and its replica."""
+        for number, port in enumerate(REDIS_PORTS):
+            if number in self._servers and self._servers[number].poll() is None:
+                continue
+            folder = self._redis_home / str(port)
+            folder.mkdir(exist_ok=True)
+            words = f"redis-server --port {port} --bind {self._redis_host} --protected-mode no --appendonly yes"
+            words += " --appendfsync always --repl-diskless-sync-delay 0"
+            if number != self._master:
+                words += f" --replicaof {self._redis_host} {REDIS_PORTS[self._master]}"
+            log = self.log.with_suffix(f".redis-{port}.log")
+            command = [*words.split(), "--dir", str(folder), "--save", ""]
+            self._servers[number] = self._start("redis", command, log)
+
+    def _promote(self) -> bool:
+        """Kill the master and have the replica take its place; the old one then follows it. False if it lags behind."""
+        other = 1 - self._master
+        with redis.Redis(self._redis_host, REDIS_PORTS[other]) as replica:
+            try:
+                if replica.info("replication").get("master_link_status") != "up":
+                    return False
+            except redis.ConnectionError:  # it is being started, or reads what it has
+                return False
+            self._redis.kill()
+            self._redis.wait()
+            replica.replicaof("NO", "ONE")
+        self._master = other
+        self._links[REDIS_LINK].cut()
+        return True
 
     def _launch(self, *more: str) -> None:
         places = self.log.with_suffix(".places.json")
         places.write_text(json.dumps({name: self._place(name) for name in self._here}))
-        redis, queue = (self._place(name).host or "127.0.0.1" for name in ("redis", "queue"))
+        queue = self._place("queue").host or "127.0.0.1"
         words = ["launch", "--mode", "disaggregated", "--config", "calculator", "--name", self.name, *more, *SMALL]
         words += [
             f"trainer.steps={self.expected.steps}",
-            f"queue.redis.url=redis://{redis}:{REDIS_PORT}/0",
+            f"queue.redis.url={self._redis_url}",
             f"queue.host={queue}",
             "reward.functions=[{name: exact_answer}, {name: judge, weight: 0.5}]",
             f"reward.judge={{url: '{self._judge.url}', model: m, timeout_s: 4, attempts: 2, cache: none}}",
         ]
         if self.kind.gateway:
             words.append(f"agent.gateway={{host: {self._place('gateway').host or '127.0.0.1'}}}")
-        command = [sys.executable, "-m", "tests.chaos.host.launcher", str(places), *words]
+        command = [sys.executable, "-m", "tests.chaos.host.launcher", str(places), str(self._targets), *words]
         self._launcher = self._start("launcher", command, self.log)
 
     def tend(self) -> None:
         """Start again what is not the launcher's to start: Redis, and the agent program."""
-        assert self._redis is not None
-        if self._redis.poll() is not None:
-            self._start_redis()
+        self._start_redis()
         endpoints, token = self.folder / "endpoints.json", self.folder / "keys" / "gateway.token"
         if not self.kind.gateway or not endpoints.exists() or (self._program and self._program.poll() is None):
             return
@@ -430,6 +491,11 @@ class WholeRun:
         if fault.kind == "drip":
             self._judge.drip(rng.uniform(*SPELLS_S))
             return True
+        if link := self._links.get(fault.role):
+            link.strike(fault.kind, rng.uniform(*SPELLS_S), rng)
+            return True
+        if fault.kind == "promote":
+            return self._promote()
         name = rng.choice(NAMES[fault.role])
         if fault.kind == "clock":
             self._clocks.jump(name, rng)
@@ -457,7 +523,6 @@ class WholeRun:
         return [SHARE * period_s] * round(rng.uniform(*SPELLS_S) / period_s)
 
     def _signal(self, name: str, fault: Fault, rng: random.Random) -> bool:
-        assert self._redis is not None
         kind = fault.kind
         own = {"launcher": self._launcher.pid, "redis": self._redis.pid}
         pid = own.get(name) or self._running(name)
@@ -466,6 +531,9 @@ class WholeRun:
         try:
             if kind == "kill":
                 os.kill(pid, signal.SIGKILL)
+            if kind == "memory":
+                _pinch(pid, rng.uniform(*SPELLS_S))
+                return True
             for pause_s in self._pauses(fault, rng) if kind != "kill" else ():
                 os.kill(pid, signal.SIGSTOP)
                 time.sleep(pause_s)
@@ -485,7 +553,7 @@ class WholeRun:
 
     def stop(self) -> None:
         """End what is left; the launcher's processes end with it. Data and model are for the next run as well."""
-        for process in (self._launcher, self._program, self._redis):
+        for process in (self._launcher, self._program, *self._servers.values()):
             if process is not None:
                 process.kill()
                 process.wait()
@@ -501,6 +569,8 @@ class WholeRun:
     def close(self) -> None:
         """Give up judge, disks and namespaces."""
         self._judge.close()
+        for link in self._links.values():
+            link.close()
         for disk in self._disks.values():
             disk.unmount()
         if self._network:
