@@ -3,8 +3,10 @@
 Torch and Transformers are imported where a model is made: most tests need neither, and each takes seconds.
 """
 
+import gc
 import os
 import signal
+from collections.abc import Generator
 from pathlib import Path
 
 import hypothesis
@@ -39,6 +41,17 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.pluginmanager.register(SessionSeed(config))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep modules and test items, nearly a million objects that live until the end, out of garbage collections."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session")
