@@ -101,7 +101,7 @@ def assert_on_loopback(found: dict[str, set[str]], *named: str) -> None:
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("mode", ["disaggregated", "colocated"])
+@pytest.mark.parametrize("mode", ["disaggregated", pytest.param("colocated", marks=pytest.mark.nightly)])
 def test_a_whole_run_listens_on_loopback_only(workplace: Path, mode: str) -> None:
     options = ["launch", "--mode", mode, "--config", "calculator", "--name", mode, *SMALL_WITHOUT_TOOLS]
     if mode == "colocated":

@@ -12,7 +12,7 @@ from benchmarks.runbook import ITEMS
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(1500)]
 
 
 def test_every_item_runs_on_the_cpu(tmp_path: Path) -> None:

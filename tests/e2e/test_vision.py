@@ -16,7 +16,7 @@ def held_out(folder: Path) -> list[float]:
     return [json.loads(line)["eval/reward"] for line in (folder / "evaluations.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("mode", ["disaggregated", "colocated"])
+@pytest.mark.parametrize("mode", ["disaggregated", pytest.param("colocated", marks=pytest.mark.nightly)])
 def test_a_model_learns_to_read_digits(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -33,6 +33,7 @@ def test_a_model_learns_to_read_digits(
     assert "image/png, 32 x 32 pixels" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_nothing_is_learned_from_noise(tmp_path: Path) -> None:
     """The likeliest sum is right in a tenth of the tasks; five standard deviations of 64 of them are 0.19."""
     data = "data.make=noise", "warm_start.gate=0", "trainer.steps=20"

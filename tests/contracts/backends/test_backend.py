@@ -65,6 +65,19 @@ IMPLEMENTATIONS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "megatron TP2 DP2 EP2": (4, MEGATRON | {"tensor_parallel": 2, "expert_parallel": 2}, ("qwen3-moe",)),
     "megatron TP2 DP2 EP4": (4, MEGATRON | {"tensor_parallel": 2, "expert_parallel": 4}, ("qwen3-moe",)),
 }
+# The layouts that only combine options of others.
+COMBINED = {
+    "fsdp2 x2 compiled, that share rows",
+    "megatron TP2 EP4, twos that share rows",
+    "megatron TP2 DP2 EP2",
+}
+
+
+def tried(name: str, ranks: int, sizes: dict[str, Any]) -> list[pytest.MarkDecorator]:
+    """Return the marks that say which target of the Makefile tries a layout."""
+    if name in COMBINED:
+        return [pytest.mark.nightly]
+    return [pytest.mark.slow] if ranks > 2 or "compile" in sizes else []
 
 
 @dataclass(frozen=True)
@@ -92,10 +105,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(name, marks=[pytest.mark.slow] * (ranks > 2 or "compile" in sizes))
-        for name, (ranks, sizes, _) in IMPLEMENTATIONS.items()
-    ],
+    params=[pytest.param(name, marks=tried(name, ranks, sizes)) for name, (ranks, sizes, _) in IMPLEMENTATIONS.items()],
 )
 def ran(
     request: pytest.FixtureRequest,

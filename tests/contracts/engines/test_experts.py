@@ -23,7 +23,7 @@ from tests.contracts.engines.engine_weights import differences, errors, publish,
 from tests.support.rounding import PlainPass
 from tests.support.tiny_models import chosen, sparse_model
 
-SLOW = [pytest.mark.slow, pytest.mark.timeout(600)]
+PATIENT = pytest.mark.timeout(600)
 V0, V1, V2 = Version(0, 0), Version(0, 1), Version(0, 2)
 BY_TENSORS, BY_STAGES = {"tensor_parallel": 2}, {"pipeline_parallel": 2}
 BY_EXPERTS = BY_TENSORS | {"expert_parallel": 2}
@@ -65,10 +65,10 @@ def ask(tokens: int, version: Version, routed_from: int = 0) -> GenerateRequest:
     "peer",
     [
         ("embedded", {}),
-        # A stage of a vLLM holds its layers as a vLLM of one rank does.
-        pytest.param(("vllm", BY_TENSORS), marks=SLOW),
-        pytest.param(("vllm", BY_EXPERTS), marks=SLOW),
-        pytest.param(("vllm", BY_STAGES), marks=SLOW),
+        pytest.param(("vllm", BY_TENSORS), marks=[pytest.mark.slow, PATIENT]),
+        pytest.param(("vllm", BY_EXPERTS), marks=[pytest.mark.slow, PATIENT]),
+        # A stage holds its layers as a vLLM of one rank does; test_several_ranks.py divides a model so.
+        pytest.param(("vllm", BY_STAGES), marks=[pytest.mark.nightly, PATIENT]),
     ],
     ids=["embedded", "vllm-tensors", "vllm-experts", "vllm-stages"],
     indirect=True,

@@ -35,7 +35,8 @@ V0, V1 = Version(0, 0), Version(0, 1)
 
 SERVED = [
     ("embedded", "qwen2_5_vl"),
-    *(pytest.param(("vllm", family), marks=pytest.mark.slow) for family in ("qwen2_5_vl", "qwen3_vl")),
+    pytest.param(("vllm", "qwen2_5_vl"), marks=pytest.mark.nightly),
+    pytest.param(("vllm", "qwen3_vl"), marks=pytest.mark.slow),
 ]
 
 

@@ -32,7 +32,7 @@ KEPT = re.compile(r"request (\S+): victim .*after (\d+) tokens")  # the pool's l
 
 PAIRS = [  # who is lost, and who goes on
     pytest.param(("embedded", "embedded"), id="embedded-embedded"),
-    pytest.param(("embedded", "vllm"), marks=pytest.mark.slow, id="embedded-vllm"),
+    pytest.param(("embedded", "vllm"), marks=pytest.mark.nightly, id="embedded-vllm"),
 ]
 VLLM_IS_LOST = pytest.param(("vllm", "embedded"), marks=pytest.mark.slow, id="vllm-embedded")  # a minute to replace
 

@@ -35,8 +35,12 @@ def folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         ("embedded", "int8", "float32", 1),
         ("embedded", "fp8", "bfloat16", 1),
         *(
-            pytest.param(("vllm", numbers, "bfloat16", ranks), marks=[pytest.mark.slow, pytest.mark.timeout(600)])
-            for numbers, ranks in (("int8", 2), ("fp8", 1), ("fp8", 2))
+            pytest.param(("vllm", numbers, "bfloat16", ranks), marks=[tried, pytest.mark.timeout(600)])
+            for numbers, ranks, tried in (
+                ("int8", 2, pytest.mark.slow),
+                ("fp8", 1, pytest.mark.slow),
+                ("fp8", 2, pytest.mark.nightly),
+            )
         ),
     ],
     ids=lambda param: "-".join(map(str, param)),

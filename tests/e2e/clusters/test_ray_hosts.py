@@ -104,6 +104,7 @@ def test_ranks_on_two_hosts_train_together(cluster: RayHosts, workplace: Path) -
     assert audit.returncode == 0, audit.stdout + audit.stderr
 
 
+@pytest.mark.nightly
 def test_a_wrong_token_and_none_are_explained_by_what_ray_says(cluster: RayHosts, workplace: Path) -> None:
     for token in ({"RAY_AUTH_TOKEN": "wrong"}, {}):
         refused = launch(cluster, workplace, "y", token)

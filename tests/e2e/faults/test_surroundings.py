@@ -23,7 +23,10 @@ def command(name: str, steps: int, *more: str) -> str:
     return shlex.join([RL_ASYNC, *words])
 
 
-@pytest.mark.parametrize("output", ["| head -1", ">&- 2>&-", "> /dev/full 2>&1"])
+@pytest.mark.parametrize(
+    "output",
+    ["| head -1", *(pytest.param(output, marks=pytest.mark.nightly) for output in (">&- 2>&-", "> /dev/full 2>&1"))],
+)
 def test_a_run_goes_on_without_its_output(workplace: Path, output: str) -> None:
     script = f"{command('run', 2)} {output}; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", script], cwd=workplace, capture_output=True, text=True, timeout=280)

@@ -3,6 +3,7 @@ the weights."""
 
 import importlib.util
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ MEGATRON = pytest.mark.skipif(
 )
 
 
-def megatron(preset: str, mode: str, *sizes: str) -> Any:
-    return pytest.param(preset, mode, ["trainer.backend=megatron", *sizes], marks=MEGATRON)
+def megatron(preset: str, mode: str, *sizes: str, more: Sequence[pytest.MarkDecorator] = ()) -> Any:
+    return pytest.param(preset, mode, ["trainer.backend=megatron", *sizes], marks=[MEGATRON, *more])
 
 
 @pytest.mark.parametrize(
@@ -40,10 +41,13 @@ def megatron(preset: str, mode: str, *sizes: str) -> Any:
     [
         megatron("calculator", "disaggregated", "trainer.tensor_parallel=2"),
         megatron("calculator", "colocated", "trainer.pipeline_parallel=2"),
-        megatron("calculator", "colocated", "algorithm.kl.coef=0.01"),
+        megatron("calculator", "colocated", "algorithm.kl.coef=0.01", more=[pytest.mark.nightly]),
         megatron("calculator-gae", "colocated", "trainer.tensor_parallel=2", "critic.warmup_steps=0"),
         ("calculator", "disaggregated", ["trainer.sequence_parallel=2", "algorithm.kl.coef=0.01"]),
-        ("calculator", "colocated", ["trainer.sequence_parallel=2", "algorithm.kl.coef=0.01"]),
+        pytest.param(
+            *("calculator", "colocated", ["trainer.sequence_parallel=2", "algorithm.kl.coef=0.01"]),
+            marks=pytest.mark.nightly,
+        ),
         ("calculator-moe", "disaggregated", []),
         ("calculator-moe", "colocated", ["trainer.activation_checkpointing=true"]),
         megatron("calculator-moe", "disaggregated", "trainer.expert_parallel=2"),
