@@ -65,12 +65,12 @@ def ask(tokens: int, version: Version, routed_from: int = 0) -> GenerateRequest:
     "peer",
     [
         ("embedded", {}),
-        pytest.param(("vllm", BY_TENSORS), marks=[pytest.mark.slow, PATIENT]),
         pytest.param(("vllm", BY_EXPERTS), marks=[pytest.mark.slow, PATIENT]),
+        pytest.param(("vllm", BY_TENSORS), marks=[pytest.mark.nightly, PATIENT]),
         # A stage holds its layers as a vLLM of one rank does; test_several_ranks.py divides a model so.
         pytest.param(("vllm", BY_STAGES), marks=[pytest.mark.nightly, PATIENT]),
     ],
-    ids=["embedded", "vllm-tensors", "vllm-experts", "vllm-stages"],
+    ids=["embedded", "vllm-experts", "vllm-tensors", "vllm-stages"],
     indirect=True,
     scope="module",
 )

@@ -37,9 +37,9 @@ def folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         *(
             pytest.param(("vllm", numbers, "bfloat16", ranks), marks=[tried, pytest.mark.timeout(600)])
             for numbers, ranks, tried in (
-                ("int8", 2, pytest.mark.slow),
-                ("fp8", 1, pytest.mark.slow),
-                ("fp8", 2, pytest.mark.nightly),
+                ("int8", 2, pytest.mark.nightly),
+                ("fp8", 1, pytest.mark.nightly),
+                ("fp8", 2, pytest.mark.slow),
             )
         ),
     ],
