@@ -80,6 +80,9 @@ def write(file: Path, more: list[str]) -> str:
     """Our YAML for the TOML in ``file`` and the ``a.b=c`` in ``more``."""
     sections = read_sections(file)
     t = Translation(overridden(flatten(sections), more, "an argument"))
+    keys = ("orchestrator.train.source", "orchestrator.train.env", "orchestrator.env")
+    sources = next((found for key in keys if (found := _list(t, key))), [])
+    _shared_settings(t, sources)
     t.translate(KEYS)
     # Activations are recomputed as soon as there is that section, however empty.
     model = (sections.get("trainer") or {}).get("model") or {}
@@ -95,7 +98,7 @@ def write(file: Path, more: list[str]) -> str:
     _optimizer(t)
     _algorithm(t)
     _loss(t)
-    _environment(t)
+    _environment(t, sources)
     if any(key.startswith(("wandb.", "monitors.wandb.")) for key in t.given):
         t.put("tracking.backends", ["wandb"], "wandb.project", "wandb.name", "monitors.wandb.project")
     if t.take("orchestrator.token_batch_size"):
@@ -222,23 +225,18 @@ def _loss(t: Translation) -> None:
         t.notes.append(f"{LOSS}.adv_tau={tau} has no counterpart")
 
 
-def _environment(t: Translation) -> None:
-    """The environment of verifiers, which plays through the gateway in a Python of its own.
+def _environment(t: Translation, sources: list[dict[str, Any]]) -> None:
+    """Environments of verifiers, which play through the gateway in a Python of their own.
 
     docs/how-to/environments.md describes it.
     """
-    keys = ("orchestrator.train.source", "orchestrator.train.env", "orchestrator.env")
-    sources = next((found for key in keys if (found := _list(t, key))), [])
     if any(key.startswith("model.vlm.") for key in t.given):
         t.missing.append("images of an environment of verifiers (model.vlm); give them in data or through the gateway")
     if not sources:
         t.put("reward.functions", [{"name": f"{FILL_IN}.py:reward"}], "orchestrator.train.source")
         t.unknown.append("data.path, agent.environment and reward.functions: no environment is named")
-    elif len(sources) > 1:
-        names = ", ".join(_name_of(source) for source in sources)
-        t.missing.append(f"several environments in one run ({names}): keep one of orchestrator.train.source")
     else:
-        _play(t, sources[0])
+        _play(t, sources)
     held_out = _list(t, "orchestrator.eval.source") or _list(t, "orchestrator.eval.env")
     for key in ("interval", "num_examples", "group_size", "skip_first_step"):
         t.take(f"orchestrator.eval.{key}")
@@ -257,42 +255,80 @@ def _list(t: Translation, key: str) -> list[dict[str, Any]]:
     return found
 
 
-def _name_of(source: dict[str, Any]) -> str:
+def _package_of(source: dict[str, Any]) -> str:
     taskset = (source.get("env") or {}).get("taskset") or {}
     return str(taskset.get("id") or source.get("id") or source.get("name") or "unnamed")
 
 
-def _play(t: Translation, source: dict[str, Any]) -> None:
-    name, options = _name_of(source), source.get("env")
-    t.put("agent.environment", f"verifiers:{name}", "orchestrator.train.source", "orchestrator.env")
-    t.put("data.path", f"artifacts/{name}.jsonl", "orchestrator.train.source")
-    t.put("reward.functions", [{"name": "environment"}], "orchestrator.train.source")
-    if options is None:
+def _name_of(source: dict[str, Any]) -> str:
+    return str(source.get("name") or _package_of(source))
+
+
+def _shared_settings(t: Translation, sources: list[dict[str, Any]]) -> None:
+    """Settings of the sources are the run's if all have the same; others cannot be had in one run."""
+    for name, run in (("algo", "orchestrator.algo"), ("sampling", SAMPLING), ("group_size", "orchestrator.group_size")):
+        given = [source.get(name) for source in sources]
+        if given and all(value == given[0] for value in given):
+            t.given |= flatten({run: given[0]}) if given[0] is not None else {}
+        elif given:
+            names = ", ".join(_name_of(source) for source in sources if source.get(name) is not None)
+            t.missing.append(f"orchestrator.train.source: {name} of {names}, which is one for the whole run here")
+
+
+def _play(t: Translation, sources: list[dict[str, Any]]) -> None:
+    key = "orchestrator.train.source"
+    # A single environment is named like its package, several by names of their own.
+    names = [_package_of(sources[0])] if len(sources) == 1 else [_name_of(source) for source in sources]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"{key}: two sources are named {twice[0]}")
+    t.put("agent.environment", f"verifiers:{','.join(names)}", key, "orchestrator.env")
+    t.put("reward.functions", [{"name": "environment"}], key)
+    files = [{"path": f"artifacts/{name}.jsonl"} for name in names]
+    if len(sources) > 1:
+        files = [
+            file | ({"weight": source["ratio"]} if "ratio" in source else {})
+            for file, source in zip(files, sources, strict=True)
+        ]
+    t.put("data.path", files if len(sources) > 1 else files[0]["path"], key)
+    options = [source.get("env") for source in sources]
+    if None not in options:
+        t.put("agent.environment_options", dict(zip(names, options, strict=True)) if options[1:] else options[0], key)
+        t.put("agent.gateway", {}, key)
+        t.put("agent.environment_hosts", {"python": ".venv-verifiers/bin/python"}, key)
+    elif len(sources) == 1:
         # The classic interface of verifiers, before 0.4: arguments of load_environment.
-        t.put("agent.environment_options", source.get("args") or {}, "orchestrator.env")
+        t.put("agent.environment_options", sources[0].get("args") or {}, "orchestrator.env")
         t.put("agent.loop", "tool_agent", "orchestrator.env")
     else:
-        t.put("agent.environment_options", options, "orchestrator.train.source")
-        t.put("agent.gateway", {}, "orchestrator.train.source")
-        t.put("agent.environment_hosts", {"python": ".venv-verifiers/bin/python"}, "orchestrator.train.source")
+        t.missing.append(f"several environments of verifiers before 0.4 ({', '.join(names)}) in one run")
     t.unknown.append(
-        f"data.path: write the tasks of {name} there, and install it for agent.environment_hosts.python "
-        "(docs/how-to/environments.md)"
+        f"data.path: write the tasks of {' and '.join(names)} there, and install the packages for "
+        "agent.environment_hosts.python (docs/how-to/environments.md)"
     )
-    curriculum = source.get("curriculum") or {}
+    _curricula(t, sources)
+
+
+def _curricula(t: Translation, sources: list[dict[str, Any]]) -> None:
+    """Which tasks are drawn, and which of their groups are trained."""
     key = "orchestrator.train.source"
-    ranges = [gate for gate in (curriculum.get("gates") or {}).values() if gate.get("type") == "advantage_range"]
+    curricula = [source.get("curriculum") or {} for source in sources]
+    gates = [
+        [gate for gate in (curriculum.get("gates") or {}).values() if gate.get("type") == "advantage_range"]
+        for curriculum in curricula
+    ]
     # A teacher has no advantage of an episode, and teaches groups of equal rewards, too.
-    if ranges and "algorithm.teacher.endpoint" not in t.ours:
+    if all(gates) and "algorithm.teacher.endpoint" not in t.ours:
         t.put("algorithm.shaping.dynamic_sampling", True, key)
-    if any(gate.get("reject_min") or gate.get("reject_max") for gate in ranges):
+    elif any(gates):
+        t.notes.append(
+            f"{key}.curriculum.gates are left out; algorithm.shaping.dynamic_sampling is of all environments"
+        )
+    if any(gate.get("reject_min") or gate.get("reject_max") for several in gates for gate in several):
         t.notes.append(f"{key}.curriculum: only groups without any advantage are drawn anew here, whatever the range")
-    sampler = (curriculum.get("sampler") or {}).get("type", "standard")
-    if options is not None and sampler == "standard":
+    samplers = {(curriculum.get("sampler") or {}).get("type", "standard") for curriculum in curricula}
+    if samplers != {"standard"}:
+        others = ", ".join(sorted(samplers - {"standard"}))
+        t.notes.append(f"{key}.curriculum.sampler={others}: tasks are drawn alike here; see queue.sampling")
+    elif any(source.get("env") is not None for source in sources):
         # Tasks come in the order of the taskset, which may have shuffled them itself.
         t.put("data.shuffle", False, key)
-    elif sampler != "standard":
-        t.notes.append(f"{key}.curriculum.sampler={sampler}: tasks are drawn alike here; see queue.sampling")
-    for key in ("sampling", "group_size", "algo"):
-        if source.get(key) is not None:
-            t.notes.append(f"orchestrator.train.source.{key}={source[key]}: give it for the whole run")

@@ -280,10 +280,15 @@ def write(file: Path, more: list[str]) -> str:
 
 # verl's whole YAMLs have these at their defaults, so that only a script or an argument that sets them says anything.
 _MEDIA = ("data.video_key", "data.audio_key", "data.mm_files")
+# Sections at the top of the configs of verl's SFT trainer and of its generation.
+_OTHER_TRAINERS = ("model", "optim", "engine", "rollout")
 
 
 def _missing(t: Translation, chosen: Values) -> None:
     """Name the abilities that this run would need and that do not exist here."""
+    others = [key for key in t.given if key.partition(".")[0] in _OTHER_TRAINERS]
+    if others and not any(key.startswith("actor_rollout_ref.") for key in t.given):
+        t.missing.append(f"a run of verl's SFT or generation ({others[0]}); see `rl-async sft` and `rl-async eval`")
     media = [f"{key}={chosen[key]}" for key in _MEDIA if chosen.get(key) is not None]
     for key in _MEDIA:
         t.take(key)
@@ -391,10 +396,13 @@ def _data(t: Translation) -> None:
         t.put("data.eval_path", [{"path": file} for file in held_out] if several else only, "data.val_files")
     before = t.take("trainer.val_before_train", True)
     sampling = f"{ROLLOUT}.val_kwargs"
-    samples, heat = t.take(f"{sampling}.do_sample", False), t.take(f"{sampling}.temperature", 0)
+    heat = t.take(f"{sampling}.temperature", 0)
+    # Agent loops sample by the temperature alone.
+    if not t.take(f"{sampling}.do_sample", False) and t.take(f"{ROLLOUT}.mode", "async") == "sync":
+        heat = 0
     if held_out:
         t.put("eval.before", before, "trainer.val_before_train")
-        t.put("eval.temperature", heat if samples else 0, f"{sampling}.do_sample", f"{sampling}.temperature")
+        t.put("eval.temperature", heat, f"{sampling}.do_sample", f"{sampling}.temperature")
         most = t.number("data.val_max_samples", -1)
         t.put("eval.tasks", most if most > 0 else EVERY_TASK, "data.val_max_samples")
 

@@ -17,7 +17,7 @@ import msgspec
 
 from rl_async.configs.load import load_resolved
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import EXIT_SIGNAL
+from rl_async.errors import EXIT_SIGNAL, ConfigError
 from rl_async.process import guard
 from rl_async.process.http_auth import TOKEN_FILE, token_file
 from rl_async.process.role import add_run, heeded, role_parser, run_role
@@ -30,11 +30,22 @@ GRACE_S = 10.0
 
 
 def settings(config: RunConfig, **more: object) -> bytes:
-    """Return the line that a player reads first."""
+    """Return the line that a player reads first.
+
+    Several environments have a section each in `agent.environment_options`. Raises ConfigError for a further one.
+    """
     agent = config.agent
-    name = (agent.environment or "").removeprefix(PREFIX)
-    given = {"name": name, "options": agent.environment_options, "at_once": agent.concurrency}
-    return msgspec.json.encode(given | more) + b"\n"
+    names, options = (agent.environment or "").removeprefix(PREFIX).split(","), agent.environment_options
+    if len(names) > 1:
+        if odd := [name for name in options if name not in names]:
+            raise ConfigError(
+                f"agent.environment_options: {odd[0]} is none of the environments {', '.join(names)}, which have a "
+                "section each"
+            )
+        environments = {name: options.get(name, {}) for name in names}
+    else:
+        environments = {names[0]: options}
+    return msgspec.json.encode({"environments": environments, "at_once": agent.concurrency} | more) + b"\n"
 
 
 def command(config: RunConfig) -> list[str]:

@@ -1,4 +1,4 @@
-"""Plays the episodes of a gateway in an environment of verifiers 0.4, in the Python that has it.
+"""Plays the episodes of a gateway in environments of verifiers 0.4, in the Python that has it.
 
 verifiers' own harness and rollout run; what they ask the model reaches the gateway, which records it, and the rewards
 of the trace end the episode. Nothing of rl-async's dependencies is imported.
@@ -154,8 +154,8 @@ class Relay:
 class Player:
     """Plays the episodes of a gateway, ``at_once`` of them."""
 
-    def __init__(self, environment: vf.Env, gateway: Gateway, at_once: int) -> None:
-        self._environment, self._gateway, self._at_once = environment, gateway, at_once
+    def __init__(self, environments: Mapping[str, vf.Env], gateway: Gateway, at_once: int) -> None:
+        self._environments, self._gateway, self._at_once = environments, gateway, at_once
         self._relay = Relay(gateway.token)
         self._playing = set[asyncio.Task[Any]]()
         self._stopping = False
@@ -166,7 +166,10 @@ class Player:
         Raises GatewayError or OSError if the gateway refuses or is not there.
         """
         loop = asyncio.get_running_loop()
-        async with self._environment.serving(), self._relay.serving() as self._client:
+        async with contextlib.AsyncExitStack() as stack:
+            for environment in self._environments.values():
+                await stack.enter_async_context(environment.serving())
+            self._client = await stack.enter_async_context(self._relay.serving())
             asking = [loop.run_in_executor(pool, self._work, loop) for _ in range(self._at_once)]
             try:
                 await gather_or_cancel(*asking)
@@ -195,9 +198,9 @@ class Player:
 
         context = vf.ModelContext(model="policy", client=self._client)
         try:
-            task = task_of(self._environment, episode.task["extra"])
+            environment, task = task_of(self._environments, episode.task["extra"])
             async with asyncio.timeout(episode.deadline_s) as deadline:
-                ended = await self._environment.run_episode(task, context, on_trace=begun, on_discard=discarded.append)
+                ended = await environment.run_episode(task, context, on_trace=begun, on_discard=discarded.append)
         except UserError as error:
             return Result(problem=str(error))
         # An environment's code may raise anything.
@@ -229,10 +232,11 @@ def _end(episode: RemoteEpisode, result: Result) -> str:
 
 
 def load(name: str, options: Mapping[str, Any]) -> vf.Env:
-    """Load an environment by the name of its package. Raises UserError for one that does not exist or fit."""
-    taskset = dict(options.get("taskset") or {})
-    if taskset.setdefault("id", name) != name:
-        raise UserError(f"agent.environment_options: taskset.id is {taskset['id']}, and agent.environment names {name}")
+    """Load an environment by the name of its package, or that of its options' taskset.
+
+    Raises UserError for one that does not exist or fit.
+    """
+    taskset = {"id": name} | (options.get("taskset") or {})
     try:
         return vf.load_environment(vf.resolve_env_config({**options, "taskset": taskset}))
     except ValidationError as error:
@@ -242,43 +246,50 @@ def load(name: str, options: Mapping[str, Any]) -> vf.Env:
         raise UserError(f"agent.environment: verifiers:{name}: {error}") from error
 
 
-def task_of(environment: vf.Env, extra: Mapping[str, Any]) -> vf.Task:
-    """Make the task that a row holds. Raises UserError for a row that holds none."""
+def task_of(environments: Mapping[str, vf.Env], extra: Mapping[str, Any]) -> tuple[vf.Env, vf.Task]:
+    """Make the task that a row holds, and find its environment. Raises UserError for a row that holds none."""
+    name = next(iter(environments)) if len(environments) == 1 else extra.get("environment")
+    if name not in environments:
+        raise UserError(
+            f"data: extra_info.environment is {name!r}, and agent.environment names {', '.join(environments)}"
+        )
+    environment = environments[name]
     kind = type(environment.taskset).task_type()
     try:
-        return kind(kind.data_type().model_validate_json(extra.get("task") or ""), environment.config.taskset.task)
+        data = kind.data_type().model_validate_json(extra.get("task") or "")
+        return environment, kind(data, environment.config.taskset.task)
     except ValidationError as error:
-        name, first = environment.config.taskset.id, error.errors()[0]["msg"]
+        first = error.errors()[0]["msg"]
         raise UserError(
             f"data: extra_info.task holds no task of {name}, as `{__spec__.name} write` does: {first}"
         ) from error
 
 
-def rows(environment: vf.Env, most: int | None) -> Iterator[dict[str, Any]]:
-    """Yield the environment's tasks as rows. Raises UserError for endless ones without ``most``."""
+def rows(name: str, environment: vf.Env, most: int | None) -> Iterator[dict[str, Any]]:
+    """Yield an environment's tasks as rows. Raises UserError for endless ones without ``most``."""
     taskset = environment.taskset
     if most is None and not taskset.bounded:
-        raise UserError(f"{environment.config.taskset.id} has tasks without end; say how many by --tasks")
+        raise UserError(f"{name} has tasks without end; say how many by --tasks")
     for task in itertools.islice(taskset, most):
         data = task.data
         said = {"system": data.system_prompt, "user": data.prompt_text or data.description or data.name}
         prompt = [{"role": role, "content": text} for role, text in said.items() if text]
         yield {
-            "data_source": environment.config.taskset.id,
+            "data_source": name,
             "prompt": prompt or [{"role": "user", "content": f"task {data.idx}"}],
             "reward_model": {"ground_truth": ""},
-            "extra_info": {"index": data.idx, "task": data.model_dump_json()},
+            "extra_info": {"index": data.idx, "environment": name, "task": data.model_dump_json()},
         }
 
 
 def _write(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog=f"python -m {__spec__.name} write", description=rows.__doc__)
-    parser.add_argument("name", metavar="NAME", help="as in agent.environment=verifiers:NAME")
+    parser.add_argument("name", metavar="NAME", help="one of agent.environment=verifiers:NAME,...")
     parser.add_argument("file", type=Path, metavar="FILE", help="JSONL file for data.path")
     parser.add_argument("--tasks", type=int, metavar="N", help="how many (default: all)")
-    parser.add_argument("--options", type=json.loads, default={}, help="agent.environment_options as JSON")
+    parser.add_argument("--options", type=json.loads, default={}, help="its agent.environment_options as JSON")
     given = parser.parse_args(arguments)
-    written = [json.dumps(row) + "\n" for row in rows(load(given.name, given.options), given.tasks)]
+    written = [json.dumps(row) + "\n" for row in rows(given.name, load(given.name, given.options), given.tasks)]
     given.file.parent.mkdir(parents=True, exist_ok=True)
     given.file.write_text("".join(written))
     print(given.file, len(written))
@@ -308,15 +319,15 @@ def main() -> int:
             _write(sys.argv[2:])
             return 0
         given = json.loads(sys.stdin.readline())
-        environment = load(given["name"], given["options"])
+        environments = {name: load(name, options) for name, options in given["environments"].items()}
         # Without a URL, the settings are only tried.
         if "url" not in given:
             if "extra" in given:
-                task_of(environment, given["extra"])
+                task_of(environments, given["extra"])
             return 0
         gateway = Gateway(given["url"], token_file=given["token_file"], wait_s=WAIT_S)
         with ThreadPoolExecutor(given["at_once"], thread_name_prefix="play") as pool:
-            asyncio.run(_until_told(Player(environment, gateway, given["at_once"]), pool))
+            asyncio.run(_until_told(Player(environments, gateway, given["at_once"]), pool))
     except (GatewayError, OSError) as error:
         log.error("%s: %s", type(error).__name__, error)
         return EXIT_RESTART

@@ -59,10 +59,22 @@ def config(row: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     return made
 
 
+SUBPROCESS = "agent: {runtime: {type: subprocess}}"
+SEVERAL = (
+    "agent.environment=verifiers:hard,adding-env",
+    f"agent.environment_options={{hard: {{taskset: {{id: adding-env}}, {SUBPROCESS}}}, adding-env: {{{SUBPROCESS}}}}}",
+)
+
+
+@pytest.mark.parametrize("overrides", [(), SEVERAL], ids=["one", "several"])
 def test_its_rollouts_become_rows_with_its_rewards(
-    config: Callable[..., RunConfig], row: dict[str, Any], renderer: ChatRenderer, tmp_path: Path
+    config: Callable[..., RunConfig],
+    row: dict[str, Any],
+    renderer: ChatRenderer,
+    tmp_path: Path,
+    overrides: tuple[str, ...],
 ) -> None:
-    run = config()
+    run = config(*overrides)
     (tmp_path / "config.yaml").write_text(dump(run))
     make_tokens(tmp_path / "keys")
     says = (CALL, "5", "4", "give up", "raise")
@@ -83,6 +95,16 @@ def test_its_rollouts_become_rows_with_its_rewards(
     assert (wrong.reward, wrong.reward_parts) == (0.0, {"right": 0.0, "called": 0.0, "turns": 1.0})
     assert error.reward == 0.0 and error.error
     assert [turn.role for turn in right.turns] == ["system", "user", "assistant", "tool", "assistant"]
+
+
+def test_one_of_several_has_its_own_options_and_rows(config: Callable[..., RunConfig], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^agent\.environment_options: hard is none of"):
+        try_environment(config(SEVERAL[1], "agent.environment=verifiers:adding-env,other"))
+    try_environment(config(*SEVERAL))
+    rows = (tmp_path / "rows.jsonl").read_text()
+    (tmp_path / "rows.jsonl").write_text(rows.replace('"environment": "adding-env"', '"environment": "third"'))
+    with pytest.raises(ConfigError, match=r"^data: extra_info\.environment is 'third'"):
+        try_environment(config(*SEVERAL))
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,18 @@ def test_a_script_of_verls(tmp_path: Path) -> None:
     assert "To fill in" in said and "$HOME/gsm8k" in said and "total_epochs=3" in said
 
 
+@pytest.mark.parametrize(("mode", "temperature"), [("async", 0.6), ("sync", 0)])
+def test_verls_evaluations_sample_by_their_temperature(tmp_path: Path, mode: str, temperature: float) -> None:
+    given = [f"{ROLLOUT}.val_kwargs.do_sample=False", f"{ROLLOUT}.mode={mode}"]
+    assert ours(tmp_path, "verl", "run.sh", VERL, *given)["eval.temperature"] == temperature
+
+
+def test_a_run_of_verls_sft_is_no_reinforcement_learning(tmp_path: Path) -> None:
+    (tmp_path / "sft.sh").write_text("torchrun -m verl.trainer.sft_trainer data.train_files=a.parquet optim.lr=1e-4\n")
+    with pytest.raises(ConfigError, match=r"SFT.*optim\.lr"):
+        SOURCES["verl"](tmp_path / "sft.sh", [])
+
+
 def test_verls_passes_over_data_that_is_here_are_steps(tmp_path: Path) -> None:
     for name, rows in (("a.jsonl", 130), ("b.jsonl", 70)):
         (tmp_path / name).write_text("{}\n" * rows)
@@ -328,6 +340,31 @@ def test_further_keys_of_prime_rls(tmp_path: Path, given: str, key: str, value: 
     assert ours(tmp_path, "prime-rl", "rl.toml", PRIME_RL, given)[key] == value
 
 
+OTHER_SOURCE = """
+[[orchestrator.train.source]]
+name = "other"
+ratio = 0.5
+[orchestrator.train.source.env.taskset]
+id = "wiki-search"
+"""
+
+
+def test_several_environments_of_prime_rls_have_data_and_options_each(tmp_path: Path) -> None:
+    found = ours(tmp_path, "prime-rl", "rl.toml", PRIME_RL + OTHER_SOURCE)
+    assert found["agent.environment"] == "verifiers:wiki,other"
+    assert found["data.path"] == [{"path": "artifacts/wiki.jsonl"}, {"path": "artifacts/other.jsonl", "weight": 0.5}]
+    assert found["agent.environment_options.wiki.taskset.turns"] == 3
+    assert found["agent.environment_options.other.taskset.id"] == "wiki-search"
+    # Only one of them draws groups anew.
+    assert "algorithm.shaping.dynamic_sampling" not in found
+
+
+def test_what_all_sources_of_prime_rls_have_is_the_runs(tmp_path: Path) -> None:
+    algo = "[orchestrator.train.source.algo]\ntype = 'max_rl'\n"
+    found = ours(tmp_path, "prime-rl", "rl.toml", PRIME_RL.replace("[inference", f"{algo}[inference"))
+    assert found["algorithm.advantage"] == "max_rl"
+
+
 def test_prime_rls_algorithms(tmp_path: Path) -> None:
     teacher = [
         "orchestrator.algo.teacher.name=org/Large",
@@ -359,6 +396,8 @@ def test_lengths_of_prime_rls_parts(tmp_path: Path) -> None:
     ("more", "named"),
     [
         ("[[orchestrator.train.source]]\nname = 'other'\n", "several"),
+        (f"{OTHER_SOURCE}[orchestrator.train.source.algo]\ntype = 'opd'\n", "algo of other"),
+        (OTHER_SOURCE.replace("other", "wiki"), "two sources"),
         ("[orchestrator.algo]\ntype = 'opd'\n", "orchestrator.algo"),
         ("[orchestrator.algo]\ntype = 'rae'\n", "orchestrator.algo"),
         ("[trainer.loss]\ntype = 'custom'\n", "trainer.loss"),
