@@ -231,6 +231,8 @@ class Observed:
     report: Inspection | None
     # When the queue was first asked without an answer since; None while it answers.
     queue_silent_since: float | None
+    # Whether the launcher is ending the run, and asks the queue no more.
+    queue_closing: bool
     # The number of groups of a batch.
     groups: int
 
@@ -285,8 +287,10 @@ def _working(state: ProcessState, seen: Observed) -> Row:
 def _queue(name: str, age_s: float, seen: Observed) -> Row:
     silent_s = 0.0 if seen.queue_silent_since is None else seen.now - seen.queue_silent_since
     trained = any(state.name.startswith("trainer") and state.state == "ended" for state in seen.states)
-    if seen.queue_silent_since is not None and trained:
+    if trained and (seen.queue_closing or seen.queue_silent_since is not None):
         return Row(name, "closed, as training has ended")
+    if seen.queue_closing:
+        return Row(name, "the run is stopping; closes once the trainer has ended")
     if seen.report is None:
         return Row(name, f"starting for {duration(age_s)}")
     if silent_s >= SILENT_S:

@@ -1,6 +1,7 @@
 """The live view of a run: a panel that refreshes on a terminal, one line per trainer step otherwise."""
 
 import asyncio
+import contextlib
 import math
 import re
 import textwrap
@@ -119,6 +120,8 @@ class View:
         # The queue's last answer, and when it was first asked without one since.
         self._inspection: Inspection | None = None
         self._asked_at: float | None = None
+        # The launcher has closed its client of the queue, as it does once the run ends or stops.
+        self._closing = False
         self._engines = EngineWatch(lambda: run_token(folder, "engines"))
         self._warnings = LogWarnings(folder)
         # The heartbeats of an earlier start are out of date.
@@ -167,13 +170,16 @@ class View:
         """Ask the queue again and again; the supervisor handles a lost one, so here only its silence is noted."""
         pause_s = REFRESH_S if self._console.is_terminal else ASK_S
         while True:
-            asked = time.time()
-            self._asked_at = asked if self._asked_at is None else self._asked_at
             try:
-                self._inspection = await self._queue().inspect()
-                self._asked_at = None
+                queue = self._queue()
             except QueueLost:
-                pass
+                self._closing = self._inspection is not None
+            else:
+                asked = time.time()
+                self._asked_at = asked if self._asked_at is None else self._asked_at
+                with contextlib.suppress(QueueLost):
+                    self._inspection = await queue.inspect()
+                    self._asked_at = None
             await asyncio.sleep(pause_s)
 
     async def _look_at_engines(self) -> None:
@@ -200,6 +206,7 @@ class View:
             engines=self._engines.seen,
             report=self._inspection,
             queue_silent_since=self._asked_at,
+            queue_closing=self._closing,
             groups=self._config.data.train_batch_groups,
         )
 

@@ -32,6 +32,7 @@ def states(*names: str, state: str = "running") -> list[ProcessState]:
 
 def observed(*states: ProcessState, **more: Any) -> Observed:
     settings = {"beats": {}, "progress": {}, "engines": {}, "report": None, "queue_silent_since": None, "groups": 24}
+    settings["queue_closing"] = False
     return Observed(now=NOW, states=states, **(settings | more))
 
 
@@ -110,6 +111,8 @@ def test_a_queue_that_does_not_answer_says_for_how_long_unless_training_has_ende
     assert text.trouble and "20 s" in text.text
     text = row(*states("queue"), *states("trainer-0", state="ended"), queue_silent_since=NOW - 20)
     assert not text.trouble and "closed" in text.text
+    stopping = row(*states("queue", "trainer-0"), report=inspection(STATUS), queue_closing=True)
+    assert not stopping.trouble and "stopping" in stopping.text
     assert row(*states("queue"), queue_silent_since=NOW - 20) == Row("queue", "starting for 12 s")
     full = msgspec.structs.replace(STATUS, leased=0, slots_used=48)
     assert "workers wait for the trainer" in row(*states("queue"), report=inspection(full)).text

@@ -483,6 +483,29 @@ async def test_a_queue_that_has_ended_with_the_run_lacks_nothing(tmp_path: Path)
     assert "closed, as training has ended" in text and "has not answered" not in text
 
 
+async def test_a_queue_that_the_launcher_lets_go_of_is_not_silent(tmp_path: Path) -> None:
+    reports = [inspection(STATUS)]
+
+    class Once(FakeQueue):
+        async def inspect(self) -> Inspection:
+            return reports.pop()
+
+    def queue() -> Once:
+        if not reports:
+            raise QueueLost("the queue is not running")
+        return Once(STATUS)
+
+    output = Output("the run is stopping")
+    console = Console(file=output, force_terminal=True, width=140, height=30)
+    states = [ProcessState("queue", "running"), ProcessState("trainer-0", "running")]
+    running = asyncio.create_task(View(load_config("calculator"), tmp_path, lambda: states, queue, console).run())
+    async with asyncio.timeout(60.0):
+        await output.shown.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
 @pytest.mark.parametrize(
     ("written", "shown"),
     [
