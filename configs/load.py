@@ -22,7 +22,7 @@ from yaml.reader import ReaderError
 from yaml.representer import RepresenterError
 
 from rl_async.configs.checks import check, problems
-from rl_async.configs.explain import choices, field_at, field_names, struct_at
+from rl_async.configs.explain import choices, field_at, field_names, key_text, struct_at
 from rl_async.configs.schema.algorithm import MAX_REFILLS, AlgorithmConfig, read_options
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.suggestions import DROPPED, GROUPED, key_hint, nearest, replacement
@@ -489,6 +489,8 @@ def _convert(values: dict[str, Any], places: Places) -> RunConfig:
         dotted = re.sub(r"\[\d*\.*\]", "", key)
         wrong = re.fullmatch(r"Invalid enum value '(.*)'", message)
         hint = (foreign_hint(dotted, wrong[1]) or nearest(wrong[1], choices(dotted))) if wrong else ""
+        if re.match(r"Expected .*`(?:array|object)", message) and field_at(dotted) is not None:
+            hint = f" ({dotted}: {key_text(dotted).type})"
         raise ConfigError(f"{_place(dotted, places)}: {key}: {message[0].lower()}{message[1:]}{hint}") from error
 
 
