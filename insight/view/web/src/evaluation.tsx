@@ -118,11 +118,11 @@ function Compared({ name, other, before, after, again }: { name: string; other: 
     <>
       <div class="scroll">
         <table class="evaluations">
-          <thead><tr><th>source</th><th>tasks</th><th>before</th><th>after</th><th>change (95 %)</th><th>worse</th><th>better</th><th title="probability of a change at least as large by chance">p</th></tr></thead>
+          <thead><tr><th>source</th><th class="optional">tasks</th><th>before</th><th>after</th><th>change (95 %)</th><th>worse</th><th>better</th><th title="probability of a change at least as large by chance">p</th></tr></thead>
           <tbody>
             {value.sources.map((line) => (
               <tr key={line.source}>
-                <td>{visible(line.source || "unnamed")}</td><td class="figure">{number(line.tasks)}</td>
+                <td>{visible(line.source || "unnamed")}</td><td class="figure optional">{number(line.tasks)}</td>
                 <td class="figure">{number(line.before[0])}</td><td class="figure">{number(line.after[0])}</td>
                 <td class="figure"><b class={line.p > 0.05 ? "quiet" : line.change[0] < 0 ? "bad" : "good"}>{signed(line.change[0])}</b> ({signed(line.change[1])} to {signed(line.change[2])})</td>
                 <td class="figure">{number(line.worse)}</td><td class="figure">{number(line.better)}</td><td class="figure">{number(line.p, 2)}</td>

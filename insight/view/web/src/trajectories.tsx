@@ -137,7 +137,7 @@ function RowTable({ rows, run, at, stale, order, sort }: { rows: Row[]; run: str
             const chosen = order === first || order === second;
             const rising = RISING.test(order);
             return (
-              <th key={title} class={optional ? "optional" : ""} aria-sort={!chosen ? undefined : rising ? "ascending" : "descending"}>
+              <th key={title} class={optional ? "optional" : title === "group" ? title : ""} aria-sort={!chosen ? undefined : rising ? "ascending" : "descending"}>
                 <button class="plain" onClick={() => sort(order === first ? second : first)}>{title}{chosen && (rising ? " ▲" : " ▼")}</button>
               </th>
             );
@@ -148,7 +148,7 @@ function RowTable({ rows, run, at, stale, order, sort }: { rows: Row[]; run: str
         {rows.map((row, index) => (
           <tr key={keyOf(row)} class={index === at ? "at" : ""} onClick={() => go({ page: "trajectory", run, key: keyOf(row) })}>
             <td class="figure">{row.step}</td>
-            <td class="figure"><a href={address({ page: "trajectory", run, key: keyOf(row) })}>{row.partition === "eval" ? visible(row.task) : row.grp}.{row.sample}{row.segment ? `.${row.segment}` : ""}{row.role && ` ${row.role}`}</a></td>
+            <td class="figure group"><a href={address({ page: "trajectory", run, key: keyOf(row) })}>{row.partition === "eval" ? visible(row.task) : row.grp}.{row.sample}{row.segment ? `.${row.segment}` : ""}{row.role && ` ${row.role}`}</a></td>
             <td><Reward value={row.reward + row.turn_reward} /></td>
             <td class="preview">{visible(row.prompt)}</td>
             <td class="preview expected">{visible(row.expected)}</td>
