@@ -29,14 +29,14 @@ from rl_async.agent_loop.chat_formats.format import (
 )
 from rl_async.agent_loop.environments.session import Answering
 from rl_async.agent_loop.row_tokens import RowTokens, Segment, trajectories
-from rl_async.agent_loop.tools.tool import CallableTool, ToolResult, marked_as_cut
+from rl_async.agent_loop.tools.tool import CallableTool, ToolResult, failed, marked_as_cut
 from rl_async.concurrency import gather_or_cancel, off_loop
 from rl_async.configs.derived import is_baseline
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError
 from rl_async.messages import Activity, LeasedGroup, Sampling, ToolCall, Trajectory, Turn
 from rl_async.rollout_server.api import GenerateRequest, Generator
-from rl_async.transfer_queue.images import MARK
+from rl_async.transfer_queue.images import MARK, bound_images, images_of
 from rl_async.userload import is_user_reference, load_user_object
 
 
@@ -226,6 +226,8 @@ class Episode:
             return []
         began, at = time.monotonic(), time.time()
         step, messages = await self._environment.step(self._read().text)
+        if self._chat.pictures is not None:
+            await self._chat.pictures.check(images_of(messages))
         seconds = time.monotonic() - began
         self._seconds["environment"] = self._seconds.get("environment", 0.0) + seconds
         self._activities.append(Activity("environment", "", at, seconds))
@@ -253,6 +255,7 @@ class Episode:
         self._seconds["tools"] += time.monotonic() - began
         messages = []
         for call, (result, seconds) in zip(calls, done):
+            result = await self._with_good_images(result)
             text = await off_loop(len(result.text), self._chat.cut, result.text, agent.tool_response_tokens)
             cut = result.whole or (len(result.text) if text != result.text else 0)
             # An image whose mark was cut off is cut off, too.
@@ -292,6 +295,17 @@ class Episode:
         seconds = time.monotonic() - began
         self._activities.append(Activity("tool", call.name, at, seconds))
         return result, seconds
+
+    async def _with_good_images(self, result: ToolResult) -> ToolResult:
+        """Decode the images of a result outside the event loop; if some are refused, the call counts as failed."""
+        if self._chat.pictures is None:
+            return result
+        try:
+            bound_images(result.images)
+            await self._chat.pictures.check(result.images)
+        except (ValueError, DataError) as error:
+            return failed(str(error))._replace(reward=result.reward, reason=result.reason, done=result.done)
+        return result
 
     def drift(self) -> int | None:
         """Return the position in the last row of the first token that differs from the chat template of the whole

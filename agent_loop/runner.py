@@ -298,8 +298,10 @@ class EpisodeRunner:
             if any(tool in TOOLS_OF_CODE for tool in tools):
                 code = await stack.enter_async_context(CodeTools(self._services.sandbox(), self._config))
                 tools = code.bind(tools)
+            if self._chat.pictures is not None:
+                await self._chat.pictures.check(images_of(prompt))
             episode = await off_loop(
-                text_size(prompt) + sum(map(len, images_of(prompt))),
+                text_size(prompt),
                 Episode,
                 shared.group,
                 shared.sample,

@@ -19,7 +19,7 @@ from rl_async.files import undamaged
 from rl_async.insight.terminal import printable
 from rl_async.insight.view.trajectories import tokenizer_of
 from rl_async.messages import Explanation, Media, Trajectory
-from rl_async.pictures import read_picture
+from rl_async.picture_decoder import DECODER, Want
 from rl_async.recording import files_of_step, read_images
 from rl_async.reward_loop.api import REWARD
 
@@ -169,8 +169,8 @@ def image_lines(folder: Path, step: int, row: RecordedRow) -> list[str]:
     for medium in row.media:
         size = "not recorded"
         if (data := found.get(medium.sha256)) is not None:
-            picture = read_picture(data)
-            size = f"{picture.width} x {picture.height} pixels, {len(data):,} bytes"
+            width, height, _ = DECODER.decode(data, Want.SIZE)
+            size = f"{width} x {height} pixels, {len(data):,} bytes"
         lines.append(f"image at token {medium.position}: {printable(medium.mime)}, {size}, {medium.sha256[:12]}")
     return lines
 

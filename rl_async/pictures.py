@@ -1,71 +1,43 @@
-"""Images of vision-language models: decoding them safely, and the tokens and tower inputs that stand for them.
+"""Images of vision-language models: the tokens and the tower's inputs that stand for them.
 
-``read_picture`` decodes bytes from strangers within limits. ``PictureProcessor`` turns an image into a ``Picture`` by
-the model's own Hugging Face image processor, and expands the marks that a chat template prints. Agent workers, engines
+``PictureProcessor`` turns an image, decoded by ``picture_decoder.py``, into a ``Picture`` by the model's own Hugging
+Face image processor, and expands the marks that a chat template prints. Agent workers, engines
 and the trainer all use it, so that every part of a run sees the same tokens and pixels. To add a family of models, add
 it to ``FAMILIES``; its test compares it with the family's Hugging Face processor. Neither video nor audio is read.
 """
 
+import asyncio
 import hashlib
 import io
-import struct
 import threading
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
 from rl_async.errors import DataError, UserError
 from rl_async.model_files import TEXT_ALONE, read_object
+from rl_async.picture_decoder import DECODER, Want
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Limits of one image: its file, and its pixels once decoded, which take four bytes each.
-MOST_BYTES = 20 << 20
-MOST_PIXELS = 50_000_000
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-# Bytes of encoded images that a processor keeps.
+# Bytes of encoded images that a processor keeps, and sizes of checked ones.
 CACHE_BYTES = 256 << 20
-# Pillow's decoders raise these for damaged files.
-_DAMAGED = (
-    *(OSError, SyntaxError, ValueError, EOFError, OverflowError, IndexError, TypeError, KeyError),
-    *(struct.error, zlib.error, Image.DecompressionBombError, Image.DecompressionBombWarning),
-)
+CACHED_SIZES = 16_384
+# The decoder takes one image at a time.
+_DECODING = ThreadPoolExecutor(1, thread_name_prefix="images")
 
 
 def read_picture(data: bytes) -> Image.Image:
-    """Decode a PNG, JPEG, WebP or the first frame of a GIF as RGB, turned as its EXIF data say.
-
-    Transparent pixels are blended with white, and 16-bit grey levels keep their upper byte. Raises DataError for other
-    formats, damaged files, and images above ``MOST_BYTES`` or ``MOST_PIXELS``, before their pixels take memory.
-    """
-    if len(data) > MOST_BYTES:
-        raise DataError(f"an image has {len(data):,} bytes, more than {MOST_BYTES:,}; shrink it")
-    try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            width, height = image.size
-            if width * height > MOST_PIXELS:
-                raise DataError(f"an image has {width} x {height} pixels, more than {MOST_PIXELS:,}; shrink it")
-            image.load()
-            return _rgb(ImageOps.exif_transpose(image))
-    except _DAMAGED as error:
-        formats = ", ".join(FORMATS)
-        raise DataError(f"an image of {len(data)} bytes is damaged, or none of {formats}: {error}") from error
-
-
-def _rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I"):
-        image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).astype(np.uint8))
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image.convert("RGB")
+    """Decode an image as RGB. Raises DataError as ``Decoder.decode`` does."""
+    width, height, pixels = DECODER.decode(data, Want.PIXELS)
+    return Image.frombytes("RGB", (width, height), pixels)
 
 
 @dataclass(frozen=True)
@@ -99,6 +71,8 @@ class PictureProcessor:
         self._lock = threading.Lock()
         self._cache: OrderedDict[bytes, Picture] = OrderedDict()
         self._cached_bytes = 0
+        # Of images known to be undamaged.
+        self._sizes: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
 
     @classmethod
     def load(cls, model: str) -> "PictureProcessor | None":
@@ -136,13 +110,10 @@ class PictureProcessor:
                 self._cache.move_to_end(key)
                 return found
         image = read_picture(data)
-        try:
-            outputs = dict(self._processor(image, return_tensors="np", **self._family.options))
-        except ValueError as error:
-            size = f"{image.width} x {image.height}"
-            raise DataError(f"the processor of {self._model} refuses an image of {size} pixels: {error}") from error
-        tokens = self._family.tokens(outputs)
+        tokens = self._tokens(image.size)
+        outputs = dict(self._processor(image, return_tensors="np", **self._family.options))
         picture = Picture(tokens, {name: self._family.input(name, outputs) for name in self._family.names})
+        self._keep(key, image.size)
         with self._lock:
             if key not in self._cache:
                 self._cache[key] = picture
@@ -152,16 +123,52 @@ class PictureProcessor:
                 self._cached_bytes -= oldest.nbytes
         return picture
 
-    def expand(self, ids: Sequence[int], images: Sequence[bytes]) -> tuple[list[int], list[int]]:
-        """Replace each mark of a prompt by the tokens of its image, in order.
+    def tokens(self, data: bytes, want: Want = Want.SIZE) -> list[int]:
+        """Return the ids that stand for an image, which its size decides; raises DataError as ``encode`` does.
+
+        With ``Want.HEADER``, the file is not decoded to see whether it is damaged.
+        """
+        if want == Want.HEADER:
+            return self._tokens(DECODER.decode(data, want)[:2])
+        key = hashlib.sha256(data).digest()
+        with self._lock:
+            size = self._sizes.get(key)
+        if size is None:
+            size = DECODER.decode(data, want)[:2]
+            self._keep(key, size)
+        return self._tokens(size)
+
+    async def check(self, images: Sequence[bytes]) -> None:
+        """Decode images outside the event loop, so that their tokens are known. Raises DataError as ``encode`` does."""
+        for data in images:
+            await asyncio.get_running_loop().run_in_executor(_DECODING, self.tokens, data)
+
+    def _tokens(self, size: tuple[int, int]) -> list[int]:
+        try:
+            return self._family.tokens(*size)
+        except ValueError as error:
+            shown = f"{size[0]} x {size[1]}"
+            raise DataError(f"the processor of {self._model} refuses an image of {shown} pixels: {error}") from error
+
+    def _keep(self, key: bytes, size: tuple[int, int]) -> None:
+        with self._lock:
+            self._sizes[key] = size
+            self._sizes.move_to_end(key)
+            if len(self._sizes) > CACHED_SIZES:
+                self._sizes.popitem(last=False)
+
+    def expand(
+        self, ids: Sequence[int], images: Sequence[bytes], want: Want = Want.SIZE
+    ) -> tuple[list[int], list[int]]:
+        """Replace each mark of a prompt by the tokens of its image (see ``tokens``), in order.
 
         Returns the ids, and the index of each image's first token. Raises DataError unless there is one image per mark.
         """
-        expanded, _, positions = self.expand_row(ids, [False] * len(ids), images)
+        expanded, _, positions = self.expand_row(ids, [False] * len(ids), images, want)
         return expanded, positions
 
     def expand_row(
-        self, ids: Sequence[int], learned: Sequence[bool], images: Sequence[bytes]
+        self, ids: Sequence[int], learned: Sequence[bool], images: Sequence[bytes], want: Want = Want.SIZE
     ) -> tuple[list[int], list[bool], list[int]]:
         """Expand a row as ``expand`` does, and whether each of its tokens is ``learned``; those of images are not."""
         marks = [place for place, token in enumerate(ids) if token == self.mark]
@@ -180,7 +187,7 @@ class PictureProcessor:
         start = 0
         for place, data in zip(marks, images, strict=True):
             add(ids[start:place], learned[start:place])
-            tokens = self.encode(data).tokens
+            tokens = self.tokens(data, want)
             add(tokens, [False] * len(tokens))
             positions.append(len(expanded) - len(tokens))
             start = place + 1
@@ -226,15 +233,16 @@ class PictureProcessor:
 class _Family(NamedTuple):
     """How a family writes images.
 
-    ``tokens`` makes an image's ids from the outputs of its image processor, which is called with ``options``, and
-    ``names`` are those that the tower reads; ``nested`` outputs have an axis for the prompt before that for its images.
-    ``newlines`` has the id of each run of newlines that is one token, if such runs stand at the ends of an image, and
-    ``merge`` the side of a square of patches that is one token, if positions follow rows and columns of an image.
+    ``tokens`` makes an image's ids from its width and height; it raises ValueError for those that the image processor
+    refuses. ``names`` are the outputs of this one that the tower reads, and ``options`` its arguments; ``nested``
+    outputs have an axis for the prompt before that for its images. ``newlines`` has the id of each run of newlines that
+    is one token, if such runs stand at the ends of an image, and ``merge`` the side of a square of patches that is one
+    token, if positions follow rows and columns of an image.
     """
 
     mark: int
     image_token: int
-    tokens: Callable[[Mapping[str, Any]], list[int]]
+    tokens: Callable[[int, int], list[int]]
     names: tuple[str, ...]
     options: Mapping[str, bool] = {}
     nested: bool = False
@@ -261,13 +269,13 @@ def _qwen(config: Any, processor: Any, _: "PreTrainedTokenizerBase") -> _Family:
     """Qwen2.5-VL and Qwen3-VL: one token for each ``merge_size`` x ``merge_size`` patches."""
     image, merge = config.image_token_id, processor.merge_size
 
-    def tokens(outputs: Mapping[str, Any]) -> list[int]:
-        return [image] * int(np.prod(outputs["image_grid_thw"]) // merge**2)
+    def tokens(width: int, height: int) -> list[int]:
+        return [image] * (processor.get_number_of_image_patches(height, width) // merge**2)
 
     return _Family(image, image, tokens, ("pixel_values", "image_grid_thw"), merge=merge)
 
 
-def _idefics(config: Any, _: Any, tokenizer: "PreTrainedTokenizerBase") -> _Family:
+def _idefics(config: Any, processor: Any, tokenizer: "PreTrainedTokenizerBase") -> _Family:
     """Idefics3 and SmolVLM: tiles row by row, then the whole image, each of as many tokens as the tower has features.
 
     The layout is that of ``Idefics3Processor.replace_image_token``.
@@ -275,8 +283,8 @@ def _idefics(config: Any, _: Any, tokenizer: "PreTrainedTokenizerBase") -> _Fami
     image, vision = config.image_token_id, config.vision_config
     features = (vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2
 
-    def tokens(outputs: Mapping[str, Any]) -> list[int]:
-        rows, columns = int(outputs["rows"][0][0]), int(outputs["cols"][0][0])
+    def tokens(width: int, height: int) -> list[int]:
+        _, rows, columns = processor.get_number_of_image_patches(height, width)
         mark, around = tokenizer.convert_ids_to_tokens(image), "<fake_token_around_image>"
         text = ""
         for row in range(rows):
@@ -287,8 +295,7 @@ def _idefics(config: Any, _: Any, tokenizer: "PreTrainedTokenizerBase") -> _Fami
         ids = tokenizer.encode(text, add_special_tokens=False)
         return [token for one in ids for token in ([one] * features if one == image else [one])]
 
-    names, options = ("pixel_values", "pixel_attention_mask"), {"return_row_col_info": True}
-    return _Family(image, image, tokens, names, options, nested=True)
+    return _Family(image, image, tokens, ("pixel_values", "pixel_attention_mask"), nested=True)
 
 
 def _gemma(config: Any, _: Any, tokenizer: "PreTrainedTokenizerBase") -> _Family:
@@ -303,7 +310,7 @@ def _gemma(config: Any, _: Any, tokenizer: "PreTrainedTokenizerBase") -> _Family
     newlines = {length: ids[0] for length, ids in runs.items() if len(ids) == 1}
     # The family's processor turns crops off, whatever its image processor's file says.
     options = {"do_pan_and_scan": False}
-    return _Family(begin, image, lambda _: tokens.copy(), ("pixel_values",), options, newlines=newlines)
+    return _Family(begin, image, lambda *_: tokens.copy(), ("pixel_values",), options, newlines=newlines)
 
 
 FAMILIES: dict[str, Callable[[Any, Any, Any], _Family]] = {

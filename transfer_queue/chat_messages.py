@@ -22,10 +22,11 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError
 from rl_async.files import UNDECODABLE, undamaged
 from rl_async.messages import Task
-from rl_async.pictures import MOST_BYTES, PictureProcessor
+from rl_async.picture_decoder import Want
+from rl_async.pictures import PictureProcessor
 from rl_async.transfer_queue.images import (
-    MOST_IMAGES,
     as_parts,
+    bound_images,
     canonical,
     images_of,
     placed,
@@ -151,12 +152,10 @@ def to_messages(value: Any, place: str, *, role: str = "user", folder: Path | No
 
 def _bound_images(messages: Sequence[Message], place: str) -> None:
     """Raise DataError for a conversation with too many images, or too many bytes of them."""
-    images = images_of(messages)
-    if len(images) > MOST_IMAGES or sum(map(len, images)) > MOST_BYTES:
-        raise DataError(
-            f"{place}: {len(images)} images of {sum(map(len, images)):,} bytes in all; a conversation takes "
-            f"{MOST_IMAGES} of {MOST_BYTES >> 20} MiB in all, so leave some out or make them smaller"
-        )
+    try:
+        bound_images(images_of(messages))
+    except ValueError as error:
+        raise DataError(f"{place}: {error}") from error
 
 
 def with_images(messages: list[Message], row: dict[str, Any], place: str, folder: Path | None) -> list[Message]:
@@ -360,7 +359,8 @@ class _Tokenizer:
     def count(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> int:
         """Count the tokens of a prompt, with those of its images.
 
-        Raises DataError if the template refuses it, and for images that the model or its template does not read.
+        The sizes of images are read from their headers. Raises DataError if the template refuses the prompt, and for
+        images that the model or its template does not read.
         """
         import jinja2
 
@@ -379,7 +379,7 @@ class _Tokenizer:
         self._pictures = self._pictures or PictureProcessor.load(self._model)
         if self._pictures is None:
             raise DataError(f"has images, and model.path={self._model} reads text only")
-        return len(self._pictures.expand(ids, images)[0])
+        return len(self._pictures.expand(ids, images, Want.HEADER)[0])
 
     def _render(self, messages: list[Message], tools: Sequence[dict[str, Any]]) -> str:
         escaped = [self._tokens.escape(message) for message in messages]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_async.pictures import MOST_BYTES
+from rl_async.picture_decoder import MOST_BYTES
 
 # Unicode's object replacement character, which stands for an object in a text.
 MARK = "\ufffc"
@@ -71,10 +71,11 @@ def read_image(value: Any, folder: Path | None = None) -> bytes:
 
 
 def _from_base64(text: str) -> bytes:
-    if len(text) > MOST_BYTES * 4 // 3 + 4:
+    # Base64 takes 4 bytes for 3, and line breaks some more.
+    if len(text) > MOST_BYTES * 3 // 2:
         raise ValueError(f"an image of more than {MOST_BYTES >> 20} MiB; make it smaller")
     try:
-        return base64.b64decode(text, validate=True)
+        return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise ValueError(f"an image that is not base64: {error}") from error
 
@@ -183,6 +184,15 @@ def canonical(message: Mapping[str, Any], folder: Path | None = None) -> dict[st
 def images_of(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
     """Return the images of messages in order."""
     return [image for message in messages for image in message.get("images", ())]
+
+
+def bound_images(images: Sequence[bytes]) -> None:
+    """Raise ValueError for more images, or more bytes of them, than a conversation takes."""
+    if len(images) > MOST_IMAGES or sum(map(len, images)) > MOST_BYTES:
+        raise ValueError(
+            f"{len(images)} images of {sum(map(len, images)):,} bytes in all; a conversation takes {MOST_IMAGES} of "
+            f"{MOST_BYTES >> 20} MiB in all, so leave some out or make them smaller"
+        )
 
 
 def as_parts(message: Mapping[str, Any]) -> dict[str, Any]:

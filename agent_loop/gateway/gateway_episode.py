@@ -396,6 +396,8 @@ class GatewayEpisode:
             # A message takes time, too, and those of a conversation that is kept here are not in the body.
             size = request.size + sum(len(message.text) + 100 for message in request.messages)
             forced = self._forced(request)
+            if self._chat.pictures is not None:
+                await self._chat.pictures.check([image for message in request.messages for image in message.images])
 
             def make() -> Prompt:
                 return self._recorder.prompt(in_order_of_calls(request.messages), request.tools, limit - len(forced))

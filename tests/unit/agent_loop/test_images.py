@@ -1,6 +1,9 @@
 """Images in conversations: ids as the family's own processor makes them, rows with their media, and limits."""
 
+import asyncio
+import os
 import random
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +20,10 @@ from rl_async.agent_loop.step import Step
 from rl_async.agent_loop.tools.tool import Tool
 from rl_async.errors import DataError, EnvironmentFailed
 from rl_async.messages import Media
+from rl_async.picture_decoder import DECODER, Want
 from rl_async.pictures import read_picture
 from rl_async.transfer_queue.client import parcel
-from rl_async.transfer_queue.images import MARK, as_parts, images_of
+from rl_async.transfer_queue.images import MARK, MOST_IMAGES, as_parts, images_of
 from tests.support.vision_models import drawing, vision_tokenizer
 from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config
 from tests.unit.rl_async.test_pictures import oracle, saved
@@ -205,6 +209,35 @@ async def test_a_cut_result_loses_the_images_behind_the_cut(chat: ChatRenderer) 
     (message,) = await episode.call(episode.tool_calls())
     assert MARK not in message["content"]
     assert "images" not in message
+
+
+async def test_a_tools_damaged_image_is_an_error_that_the_model_sees(chat: ChatRenderer) -> None:
+    for images in ([drawing(5), drawing(6)[:90]], [drawing(5)] * (MOST_IMAGES + 1)):
+        engine = ScriptedEngine(chat, [CALL])
+        episode = Episode(leased("?"), 0, config=run_config(), chat=chat, generator=engine, tools=[looker(images)])
+        await episode.generate()
+        (message,) = await episode.call(episode.tool_calls())
+        assert message["content"].startswith("error: ") and "images" not in message
+        assert episode.turns[-1].tool_calls[0].error
+        assert episode.add([message])
+
+
+async def test_the_event_loop_goes_on_while_images_are_decoded(chat: ChatRenderer) -> None:
+    DECODER.decode(drawing(5), Want.SIZE)
+    assert DECODER._program is not None
+    decoder = DECODER._program[0].pid
+    engine = ScriptedEngine(chat, [CALL])
+    episode = Episode(leased("?"), 0, config=run_config(), chat=chat, generator=engine, tools=[looker([drawing(5)])])
+    await episode.generate()
+    os.kill(decoder, signal.SIGSTOP)
+    try:
+        calling = asyncio.create_task(episode.call(episode.tool_calls()))
+        # The tool itself runs in a thread.
+        assert not (await asyncio.wait([calling], timeout=0.3))[0]
+    finally:
+        os.kill(decoder, signal.SIGCONT)
+    (message,) = await calling
+    assert message["images"] == [drawing(5)]
 
 
 class Shows(Environment):

@@ -11,10 +11,10 @@ from PIL import Image
 
 from rl_async.errors import DataError
 from rl_async.messages import Task
-from rl_async.pictures import MOST_BYTES
+from rl_async.picture_decoder import MOST_BYTES
 from rl_async.transfer_queue.chat_messages import to_messages
 from rl_async.transfer_queue.dataset import to_task
-from rl_async.transfer_queue.images import MARK, MOST_IMAGES, as_parts, mime_of
+from rl_async.transfer_queue.images import MARK, MOST_IMAGES, as_parts, mime_of, read_image
 
 
 def picture(kind: str = "PNG", grey: int = 0) -> bytes:
@@ -107,8 +107,10 @@ def test_without_images_the_marks_are_text() -> None:
         (asked("<image>") | {"images": ["missing.png"]}, "No such file"),
         (asked("<image>") | {"images": ["data:image/png,xx"]}, "needs base64"),
         (asked("<image>") | {"images": ["data:image/png;base64,%%%"]}, "not base64"),
-        (asked("<image>") | {"images": [PNG + b"\0" * MOST_BYTES]}, "more than 20 MiB"),
-        (asked("<image>") | {"images": ["data:;base64," + "A" * (2 * MOST_BYTES)]}, "more than 20 MiB"),
+        (asked("<image>") | {"images": [b"<svg xmlns='http://www.w3.org/2000/svg'/>"]}, "not an image in PNG"),
+        (asked("<image>") | {"images": [b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"]}, "not an image in PNG"),
+        (asked("<image>") | {"images": [b"%PDF-1.7"]}, "not an image in PNG"),
+        (asked("<image>") | {"images": [b""]}, "needs|not an image"),
         (asked("<image>" * (MOST_IMAGES + 1)) | {"images": [PNG] * (MOST_IMAGES + 1)}, "65 images"),
         (asked([{"type": "video_url", "video_url": {"url": "x"}}]), "message 0: content part 0: of type 'video_url'"),
         (asked([{"type": "input_audio", "input_audio": {}}]), "input_audio"),
@@ -126,6 +128,22 @@ def test_other_images_are_refused_by_name(row: dict[str, Any], named: str, tmp_p
     (tmp_path / "link.png").symlink_to(tmp_path.parent / "secret.png")
     with pytest.raises(DataError, match=f"file, row 0.*{named}"):
         task_of(row, tmp_path)
+
+
+# As parameters of a test, values of this size would take seconds.
+def test_images_of_too_many_bytes_are_refused_by_name(tmp_path: Path) -> None:
+    for image in (PNG + b"\0" * MOST_BYTES, "data:;base64," + "A" * (2 * MOST_BYTES)):
+        with pytest.raises(DataError, match="more than 20 MiB"):
+            task_of(asked("<image>") | {"images": [image]}, tmp_path)
+
+
+def test_the_first_bytes_decide_about_the_kind_of_an_image(tmp_path: Path) -> None:
+    (tmp_path / "photograph.jpg").write_bytes(PNG)
+    assert read_image("photograph.jpg", tmp_path) == PNG
+    assert mime_of(PNG) == "image/png"
+    assert read_image("data:image/svg+xml;base64," + base64.b64encode(PNG).decode()) == PNG
+    # As MIME and the command base64 write it.
+    assert read_image("data:image/png;base64,\r\n " + base64.encodebytes(PNG).decode()) == PNG
 
 
 def test_clients_name_no_files() -> None:
