@@ -31,7 +31,7 @@ from rl_async.configs.derived import (
 )
 from rl_async.configs.engines import ENGINES, PARALLEL
 from rl_async.configs.schema.algorithm import ShapingConfig
-from rl_async.configs.schema.data import DataConfig, DataSource, WarmStartConfig
+from rl_async.configs.schema.data import ROPES, DataConfig, DataSource, WarmStartConfig
 from rl_async.configs.schema.formulas import ADVANTAGES, Advantage
 from rl_async.configs.schema.rollout import AgentConfig, McpServerConfig
 from rl_async.configs.schema.run import RunConfig
@@ -436,7 +436,24 @@ def no_room(c: RunConfig) -> str | None:
     )
 
 
-DATA_RULES = (curriculum, make, templates)
+def override(c: RunConfig) -> str | None:
+    """Refuse options of the rotary embedding without its kind, and attention that the backend does not have."""
+    changes, key = c.model.override, "model.override"
+    if changes is None:
+        return None
+    if changes.attention is not None and c.trainer.backend != "fsdp2":
+        return f"{key}.attention needs trainer.backend=fsdp2, not {c.trainer.backend}"
+    if (rope := changes.rope) is None:
+        return None
+    needed, other = ROPES[rope.rope_type] if rope.rope_type else ((), ())
+    if missing := [name for name in needed if name not in rope.options]:
+        return f"{key}.rope.rope_type={rope.rope_type} needs {key}.rope.{missing[0]}"
+    if unread := [name for name in rope.options if name not in (*needed, *other)]:
+        return f"{key}.rope.{unread[0]} has no effect with rope_type={rope.rope_type}; leave it out"
+    return None
+
+
+DATA_RULES = (curriculum, make, templates, override)
 
 
 def journal(c: RunConfig) -> str | None:

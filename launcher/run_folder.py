@@ -202,6 +202,7 @@ def _refuse_another_run(before: RunConfig, config: RunConfig, preset: RunConfig,
         )
     for key, old, new in (
         ("model.path", before.model.path, config.model.path),
+        ("model.override", before.model.override, config.model.override),
         ("seed", before.seed, config.seed),
         ("rollout.group_size", before.rollout.group_size, config.rollout.group_size),
     ):

@@ -34,6 +34,7 @@ from rl_async.configs.derived import GENERATED_PREFIX, files_of, warm_start_of
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError, UserError
 from rl_async.files import UNDECODABLE, replace_file, written_whole
+from rl_async.launcher.model_override import overridden_folder
 from rl_async.launcher.plan.artifacts import check_model_folder
 
 Kind = Literal["model", "dataset"]
@@ -242,11 +243,14 @@ def folder_of(file: Path) -> Path:
     Its name contains a checksum of the file's content and of the versions of the packages that convert it, this one
     included.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     packages = ("transformers", "gguf", "rl-async")
     found = {one: [d.version for d in metadata.distributions(name=one)] for one in packages}
     made = hashlib.sha256(f"{_checksum(file)} {found}".encode()).hexdigest()
-    return cache / "rl-async" / "models" / f"{file.stem}-{made[:12]}"
+    return _models_cache() / f"{file.stem}-{made[:12]}"
+
+
+def _models_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl-async" / "models"
 
 
 def converted(file: Path, key: str) -> Path:
@@ -356,8 +360,8 @@ def fetch(kind: Kind, wanted: HubId, key: str) -> Path:
 def fetch_sources(config: RunConfig, snapshot: Snapshot = fetch) -> RunConfig:
     """Return the config with ids, GGUF files and packages replaced by folders and files on this machine.
 
-    Paths that exist or will be made stay. Raises ConfigError or DataError, naming the key, for a source that cannot be
-    fetched or read.
+    Paths that exist or will be made stay, but for a model with ``model.override``. Raises ConfigError or DataError,
+    naming the key, for a source that cannot be fetched or read, and UserError for a damaged config.json.
     """
 
     def change(key: str, kind: Kind, source: str) -> str:
@@ -365,7 +369,16 @@ def fetch_sources(config: RunConfig, snapshot: Snapshot = fetch) -> RunConfig:
             return source if key == "model.path" and warm_start_of(config) else str(model_folder(source, key, snapshot))
         return source if config.data.make else data_files(source, key, snapshot)
 
-    return _changed(config, change)
+    fetched = _changed(config, change)
+    folder = Path(fetched.model.path)
+    if config.model.override is None or not folder.is_dir():
+        if config.model.override is not None and warm_start_of(config):
+            raise ConfigError(
+                f"model.override changes a model that is there, and {folder} is yet to be made; make it first"
+            )
+        return fetched
+    path = str(overridden_folder(folder, config.model.override, _models_cache()))
+    return msgspec.structs.replace(fetched, model=msgspec.structs.replace(fetched.model, path=path))
 
 
 def fetch_held_out(config: RunConfig, snapshot: Snapshot = fetch) -> RunConfig:
@@ -399,7 +412,8 @@ def kept_sources(given: RunConfig, kept: RunConfig, record: Fetched) -> RunConfi
         if source.startswith(PACKAGE) or source.endswith(".gguf"):
             path: str | None = str(folder_of(gguf_file(source, key)))
         else:
-            path = None if Path(source).exists() else record.get(key, {}).get(source)
+            changed = key == "model.path" and kept.model.override is not None
+            path = record.get(key, {}).get(source) if changed or not Path(source).exists() else None
         return path if path is not None and path in had.get(key, []) else source
 
     return _changed(given, keep)

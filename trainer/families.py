@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rl_async.configs.schema.data import ATTENTION_KEY
 from rl_async.model_files import MIXERS, TEXT_ALONE
 
 LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -129,6 +130,8 @@ def family_of(config: Any) -> Family:
 
 def why_padded(config: Any) -> str | None:
     """Why a model with this Hugging Face config cannot be packed; None if it can."""
+    if chosen := getattr(config, ATTENTION_KEY, None):
+        return f"model.override.attention={chosen} computes one row at a time"
     if config.model_type in BIDIRECTIONAL:
         return "tokens of an image attend to later ones"
     text = text_of(config)

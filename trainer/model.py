@@ -29,6 +29,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from rl_async.configs.schema.data import ATTENTION_KEY
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import DataError, UserError
 from rl_async.model_files import experts_of, mixers_of
@@ -221,7 +222,8 @@ def build_bare(folder: Path, head: Head = "policy") -> Any:
     """Build the language model of a Hugging Face folder's config, without its weights: no parameter has memory.
 
     A model that can be packed attends as ``attention.py`` does, others as Transformers chooses: PyTorch's fused
-    attention if it can use that, else its own. Raises UserError if the trainer cannot use the model.
+    attention if it can use that, else its own; ``model.override.attention`` names another. Raises UserError if the
+    trainer cannot use the model.
     """
     key, what = ("critic.path", "decoder") if head == "value" else ("model.path", "causal LM")
     try:
@@ -229,7 +231,10 @@ def build_bare(folder: Path, head: Head = "policy") -> Any:
         whole: Any = AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
         kind: Any = AutoModel if head == "value" else whole
         lm = skeleton(kind, config)
-    except (OSError, ValueError) as error:
+        if chosen := getattr(config, ATTENTION_KEY, None):
+            lm.set_attn_implementation(chosen)
+    # Transformers raises ImportError for an implementation that is not installed.
+    except (OSError, ValueError, ImportError) as error:
         raise UserError(f"{key}: cannot load a {what} from {folder}: {error}") from error
     decoder = lm.base_model.get_decoder() if reads_images(lm.config) else lm.base_model
     if not hasattr(decoder, "layers") or (head != "value" and not hasattr(lm, "lm_head")):

@@ -23,6 +23,7 @@ from rl_async.configs.importing.translation import (
     resolve_references,
 )
 from rl_async.configs.schema.algorithm import PRESETS, CorrectionOptions, resolve
+from rl_async.configs.schema.data import RopeConfig
 from rl_async.configs.suggestions import ADVANTAGES, ESTIMATORS, LOSSES
 from rl_async.errors import ConfigError
 
@@ -262,6 +263,7 @@ def write(file: Path, more: list[str]) -> str:
     if t.given.get("async_training") or any(key.startswith("async_training.") for key in t.given):
         mode = "separate_async"
     _devices(t, mode)
+    _override(t)
     _data(t)
     _sizes(t)
     _steps(t)
@@ -309,6 +311,17 @@ def _missing(t: Translation, chosen: Values) -> None:
         t.notes.append(f"reward.model.path: the reward model {path} must be a sequence classifier with one label")
         t.put("reward.functions", [{"name": "reward_model"}], "reward.reward_model.enable", "reward_model.enable")
         t.put("reward.model.path", path, "reward.reward_model.model_path", "reward_model.model.path")
+
+
+def _override(t: Translation) -> None:
+    """Translate changes to the model's config; others than these are left to the report."""
+    prefix, rope = f"{MODEL}.override_config", "model.override.rope"
+    t.translate([Key(f"{prefix}.attn_implementation", "model.override.attention")])
+    scaling = f"{prefix}.rope_scaling"
+    # Earlier versions of Transformers call the kind "type".
+    t.translate([Key(f"{scaling}.type", f"{rope}.rope_type")])
+    for form in (prefix, scaling, f"{prefix}.rope_parameters"):
+        t.translate([Key(f"{form}.{name}", f"{rope}.{name}") for name in RopeConfig.__struct_fields__])
 
 
 def _distillation(t: Translation) -> None:

@@ -11,7 +11,58 @@ from msgspec import Meta
 from rl_async.configs.base import Config, Count, Fraction, Positive, doc
 from rl_async.extraction import Extraction
 
+Above = Annotated[float, Meta(gt=0)]
 ComputeType = Literal["float32", "bfloat16"]
+
+
+# The key of a config.json that names Transformers' implementation of attention for the trainer.
+ATTENTION_KEY = "rl_async_attention"
+# For each kind of rotary embedding, the options that it needs, and those that it may have.
+ROPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
+    "yarn": (("factor",), ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow")),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+}
+
+
+class RopeConfig(Config, frozen=True):
+    """The rotary embedding in place of the model's, by the names in its config.json."""
+
+    rope_theta: Annotated[Above | None, doc("Base of the frequencies; null: the model's.")] = None
+    rope_type: Annotated[
+        Literal["default", "linear", "dynamic", "yarn", "llama3"] | None,
+        doc("Scaling for longer contexts, with the options below; null: the model's."),
+    ] = None
+    factor: Annotated[Above | None, doc("How many times longer the context gets.")] = None
+    original_max_position_embeddings: Annotated[
+        Positive | None, doc("Positions that the model was trained on; null: those in its config.json.")
+    ] = None
+    attention_factor: Annotated[Above | None, doc("yarn: factor of the scores; null: by the paper.")] = None
+    beta_fast: Annotated[Above | None, doc("yarn: turns beyond which a frequency stays.")] = None
+    beta_slow: Annotated[Above | None, doc("yarn: turns below which a frequency is interpolated.")] = None
+    low_freq_factor: Annotated[Above | None, doc("llama3: the same limit, as a share of the positions.")] = None
+    high_freq_factor: Annotated[Above | None, doc("llama3: the other limit.")] = None
+
+    @property
+    def options(self) -> dict[str, float]:
+        """The options of the scaling that are given."""
+        names = self.__struct_fields__[2:]
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+class OverrideConfig(Config, frozen=True):
+    """Changes to the config.json of ``model.path``, for the trainer and all engines."""
+
+    rope: Annotated[RopeConfig | None, doc("The rotary embedding; null: the model's.")] = None
+    attention: Annotated[
+        Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"] | None,
+        doc(
+            "fsdp2: Transformers' implementation of attention, on padded rows; engines keep their own. null: that of "
+            "trainer/attention.py, on packed rows."
+        ),
+    ] = None
 
 
 class ModelConfig(Config, frozen=True):
@@ -31,6 +82,7 @@ class ModelConfig(Config, frozen=True):
         ),
     ] = "auto"
     device: Annotated[Literal["auto", "cpu", "gpu"], doc("auto: a GPU if there is one.")] = "auto"
+    override: Annotated[OverrideConfig | None, doc("Changes to the model's config.json; null: none.")] = None
 
 
 Weight = Annotated[float, Meta(ge=0)]

@@ -8,6 +8,7 @@ import yaml
 
 from rl_async.configs.importing import verl
 from rl_async.configs.load import load_config
+from rl_async.configs.schema.data import OverrideConfig, RopeConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
 
@@ -135,6 +136,17 @@ def test_a_rollout_correction_is_the_preset_that_does_the_same(
 def test_a_name_of_verls_is_ours(tmp_path: Path, arguments: list[str], expected: dict[str, Any]) -> None:
     config, _ = translated(tmp_path, *arguments)
     assert {name: getattr(config.algorithm, name) for name in expected} == expected
+
+
+def test_an_overridden_config_is_the_models(tmp_path: Path) -> None:
+    key = "+actor_rollout_ref.model.override_config."
+    scaling = [f"{key}rope_scaling.type=yarn", f"{key}rope_scaling.factor=4.0", f"{key}rope_theta=1e6"]
+    config, _ = translated(tmp_path, f"{key}attn_implementation=eager", *scaling)
+    assert config.model.override == OverrideConfig(
+        rope=RopeConfig(rope_theta=1e6, rope_type="yarn", factor=4.0), attention="eager"
+    )
+    with pytest.raises(ConfigError, match="override"):
+        translated(tmp_path, f"{key}rope_scaling.type=longrope", f"{key}rope_scaling.factor=4.0")
 
 
 def test_a_kl_keeps_its_place_and_verls_adaptive_target(tmp_path: Path) -> None:
