@@ -10,6 +10,7 @@ from rl_async.configs.schema.algorithm import (
     AlgorithmConfig,
     Correction,
     CorrectionOptions,
+    CriticConfig,
     LossOptions,
     TeacherConfig,
     band,
@@ -17,7 +18,7 @@ from rl_async.configs.schema.algorithm import (
     read_options,
     resolve,
 )
-from rl_async.configs.schema.formulas import ADVANTAGES, LOSSES, Loss, advantage_needs
+from rl_async.configs.schema.formulas import ADVANTAGES, BY_CRITIC, LOSSES, Loss, advantage_needs
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.suggestions import hint, nearest
 from rl_async.errors import ConfigError
@@ -287,6 +288,10 @@ def _teacher(c: RunConfig) -> str | None:
     return None
 
 
+# Settings of the section `critic` that only a model of values reads.
+OF_VALUES = ("shared", "value_coef", "clip", "lam")
+
+
 def _critic(c: RunConfig) -> str | None:
     name, options = c.algorithm.advantage, c.algorithm.advantage_options
     if options.lam_alpha is not None and options.lam != AdvantageOptions().lam:
@@ -294,12 +299,18 @@ def _critic(c: RunConfig) -> str | None:
             "algorithm.advantage_options.lam_alpha makes lambda of each row's length, so that "
             f"algorithm.advantage_options.lam={options.lam:g} would do nothing; leave one of them out"
         )
-    if "values" in advantage_needs(name) and c.critic is None:
-        return f"algorithm.advantage={name} needs the values of a critic; add a section critic, or critic={{}}"
+    if advantage_needs(name) & BY_CRITIC and c.critic is None:
+        return f"algorithm.advantage={name} needs the model of a section critic; add one, or critic={{}}"
     if c.critic is None:
         return None
-    if name in ADVANTAGES and "values" not in advantage_needs(name):
+    if name in ADVANTAGES and not advantage_needs(name) & BY_CRITIC:
         return f"algorithm.advantage={name} does not use a critic; use algorithm.advantage=gae, or critic=null"
+    if "process" in advantage_needs(name):
+        plain = CriticConfig()
+        if changed := [key for key in OF_VALUES if getattr(c.critic, key) != getattr(plain, key)]:
+            return f"critic.{changed[0]} is of a model of values, and algorithm.advantage={name} trains one of rewards"
+        if c.trainer.backend != "fsdp2":
+            return f"algorithm.advantage={name} needs trainer.backend=fsdp2, not {c.trainer.backend}"
     if c.critic.shared and c.critic.path is not None:
         return "critic.path names a second model, but critic.shared=true has none; use critic.shared=false"
     return None

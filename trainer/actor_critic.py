@@ -1,8 +1,8 @@
 """Policy, reference, critic and teacher: building them from the config, training the critic, and counting model FLOPs.
 
 ``build_models`` loads the policy, and the reference, critic and teacher that the algorithm needs. ``CriticUpdate``
-holds a critic's targets, loss and metrics. Model FLOPs and their share of the device's peak (MFU) follow from the
-batch.
+trains a critic, or the process reward model in its place. Model FLOPs and their share of the device's peak (MFU) follow
+from the batch.
 """
 
 import functools
@@ -15,16 +15,24 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import torch
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from rl_async.configs.derived import compute_type, reference_is_base
 from rl_async.configs.schema.algorithm import CriticConfig
+from rl_async.configs.schema.formulas import advantage_needs
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
-from rl_async.errors import TrainingDiverged
+from rl_async.errors import TrainingDiverged, UserError
 from rl_async.torch_shared import give_back
-from rl_async.trainer.algorithms.advantages import AdvantageInputs, explained_variance, gae, value_loss
+from rl_async.trainer.algorithms.advantages import (
+    AdvantageInputs,
+    explained_variance,
+    gae,
+    process_rewards,
+    value_loss,
+)
 from rl_async.trainer.algorithms.losses import count, token_mean
-from rl_async.trainer.algorithms.rows import Rows, on_tokens
+from rl_async.trainer.algorithms.rows import Rows, on_tokens, row_sums
 from rl_async.trainer.backend import Backend, LossFn, Outputs, Reference
 from rl_async.trainer.batch_layout import RowCost, forward_flops
 from rl_async.trainer.batches import Batch, MicroBatch
@@ -106,7 +114,8 @@ def build_models(config: RunConfig, device: str) -> Models:
     models = replace(models, whole_distributions=config.algorithm.keeps_distributions)
     if critic is not None and not shared:
         training = critic_training(config.trainer, critic)
-        models = replace(models, critic=make(critic.path or model.path, config=training, head="value"))
+        head = "policy" if "process" in advantage_needs(config.algorithm.advantage) else "value"
+        models = replace(models, critic=make(critic.path or model.path, config=training, head=head))
     return models
 
 
@@ -164,24 +173,28 @@ def critic_training(trainer: TrainerConfig, critic: CriticConfig) -> TrainerConf
         warmup_steps=critic.lr_warmup_steps,
         grad_clip=critic.grad_clip,
         lora=None,
+        # Engines record the policy's experts.
+        router_replay="never",
     )
+
+
+# The loss of a micro-batch by a critic's outputs.
+CriticLoss = Callable[[MicroBatch, Outputs], Tensor]
 
 
 @dataclass
 class CriticUpdate:
-    """A critic's targets for a batch, [M], and the losses of this rank's mini-batches.
+    """The training of a model of values, or of a process reward model, on a batch.
 
-    ``values``, from before the step, and ``returns``, their targets, are float32. Every sampled token of a scored row
-    has a target, even if the correction masks it for the policy. ``losses`` are this rank's, by micro-batch, on the
-    device; ``norms``, by mini-batch, stay empty for a shared critic.
+    ``losses_of`` makes the loss of a mini-batch from its rows, those of all ranks; ``summary`` are metrics from before
+    the step. ``losses`` are this rank's, by micro-batch, on the device; ``norms``, by mini-batch, stay empty for a
+    shared critic.
     """
 
     ranks: DataParallel
     config: CriticConfig
-    values: Tensor
-    returns: Tensor
-    mask: Tensor
-    rows: Rows
+    losses_of: Callable[[Sequence[int]], CriticLoss]
+    summary: dict[str, float]
     losses: list[Tensor] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     minibatches: int = 0
@@ -194,23 +207,19 @@ class CriticUpdate:
         A separate critic takes its optimizer step here; a shared one adds its loss to the policy's. Raises
         TrainingDiverged, before the critic's weights change.
         """
-        # A mean over the mini-batch's tokens of all ranks, regardless of the policy's aggregation.
-        counts = count(self.mask[self.rows.positions(rows)], torch.ones(len(rows)), width=1)
+        loss_of = self.losses_of(rows)
 
-        def value_loss_fn(number: int, outputs: Outputs) -> Tensor:
-            micro, values = parts[number], outputs.values
-            assert values is not None, "a critic gives values"
-            per_token = value_loss(values, micro.cut(self.values), micro.cut(self.returns), self.config.clip)
-            loss = token_mean(per_token, micro.cut(self.mask), torch.ones(len(values)), counts)
+        def loss_fn(number: int, outputs: Outputs) -> Tensor:
+            loss = loss_of(parts[number], outputs)
             self.losses.append(loss.detach())
             return loss
 
         self.minibatches += 1
         if critic is None:
             coef = self.config.value_coef
-            return lambda number, outputs: policy_loss(number, outputs) + coef * value_loss_fn(number, outputs)
+            return lambda number, outputs: policy_loss(number, outputs) + coef * loss_fn(number, outputs)
         try:
-            _, norm = critic.step([part.tensors for part in parts], value_loss_fn)
+            _, norm = critic.step([part.tensors for part in parts], loss_fn)
         except TrainingDiverged as error:
             raise TrainingDiverged(f"critic: {error}") from error
         self.norms.append(norm)
@@ -230,27 +239,94 @@ class CriticUpdate:
         """
         losses = torch.tensor([self._total()], dtype=torch.float64)
         self.ranks.all_reduce(losses)
-        tokens = max(int(self.mask.sum()), 1)
-        metrics = {
-            "critic/loss": losses.item() / self.minibatches,
-            "critic/explained_variance": explained_variance(self.values, self.returns, self.mask),
-            "critic/values_mean": torch.where(self.mask, self.values, 0.0).sum().item() / tokens,
-            "critic/returns_mean": torch.where(self.mask, self.returns, 0.0).sum().item() / tokens,
-        }
-        if self.norms:
-            metrics["critic/grad_norm"] = sum(self.norms) / len(self.norms)
-        return metrics
+        metrics = {"critic/loss": losses.item() / self.minibatches} | self.summary
+        return metrics | ({"critic/grad_norm": sum(self.norms) / len(self.norms)} if self.norms else {})
 
 
-def critic_update(ranks: DataParallel, x: AdvantageInputs, config: CriticConfig | None) -> CriticUpdate | None:
-    """Return the update towards the batch's returns, from the critic's values before the step. None without critic."""
+def critic_update(
+    ranks: DataParallel, x: AdvantageInputs, config: CriticConfig | None, outcomes: Tensor
+) -> CriticUpdate | None:
+    """Return the training of the section `critic`'s model on the batch; None without that section.
+
+    ``outcomes``, float64 [N], are rewards as scored. Raises UserError if a process reward model cannot learn from them.
+    """
     if config is None:
         return None
-    assert x.values is not None and x.rows is not None
+    assert x.rows is not None
     mask = x.mask & on_tokens(x.scored, x.rows)
+    if x.process is not None:
+        return CriticUpdate(ranks, config, *_towards_outcomes(x, x.rows, mask, outcomes))
+    return CriticUpdate(ranks, config, *_towards_returns(x, x.rows, mask, config))
+
+
+def _towards_returns(
+    x: AdvantageInputs, rows: Rows, mask: Tensor, config: CriticConfig
+) -> tuple[Callable[[Sequence[int]], CriticLoss], dict[str, float]]:
+    """Return the losses of a model of values, with the values from before the step, and how good these were.
+
+    Every sampled token of a scored row has a target, even if the correction masks it for the policy.
+    """
+    assert x.values is not None
     lam = x.lam if config.lam is None else config.lam
-    _, returns = gae(x.token_rewards, x.values, mask, x.options.gamma, lam, x.bootstrap, x.rows)
-    return CriticUpdate(ranks, config, x.values.to(torch.float32), returns.to(torch.float32), mask, x.rows)
+    _, targets = gae(x.token_rewards, x.values, mask, x.options.gamma, lam, x.bootstrap, rows)
+    values, returns = x.values.to(torch.float32), targets.to(torch.float32)
+
+    def losses_of(numbers: Sequence[int]) -> CriticLoss:
+        # A mean over the mini-batch's tokens of all ranks, regardless of the policy's aggregation.
+        counts = count(mask[rows.positions(numbers)], torch.ones(len(numbers)), width=1)
+
+        def loss(micro: MicroBatch, outputs: Outputs) -> Tensor:
+            assert outputs.values is not None, "a critic gives values"
+            per_token = value_loss(outputs.values, micro.cut(values), micro.cut(returns), config.clip)
+            return token_mean(per_token, micro.cut(mask), torch.ones(len(outputs.values)), counts)
+
+        return loss
+
+    tokens = max(int(mask.sum()), 1)
+    return losses_of, {
+        "critic/explained_variance": explained_variance(values, returns, mask),
+        "critic/values_mean": torch.where(mask, values, 0.0).sum().item() / tokens,
+        "critic/returns_mean": torch.where(mask, returns, 0.0).sum().item() / tokens,
+    }
+
+
+def _towards_outcomes(
+    x: AdvantageInputs, rows: Rows, mask: Tensor, outcomes: Tensor
+) -> tuple[Callable[[Sequence[int]], CriticLoss], dict[str, float]]:
+    """Return the losses of a process reward model, and how often it told good rows from bad ones before the step.
+
+    The loss is the mean over a mini-batch's scored rows of the cross-entropy between the outcome and the sigmoid of the
+    row's sum of process rewards (PRIME, arXiv:2502.01456, equation 4).
+    """
+    assert x.reference is not None
+    beta, reference, weights = x.options.prime_beta, x.reference.float(), x.weights
+    told = outcomes[x.scored]
+    if len(told) and not 0 <= told.min() <= told.max() <= 1:
+        raise UserError(
+            f"algorithm.advantage=prime learns from rewards from 0 to 1, and the batch has {told.min():g} to "
+            f"{told.max():g}; change reward.functions, or use another advantage"
+        )
+
+    def losses_of(numbers: Sequence[int]) -> CriticLoss:
+        total = max(float(weights[numbers].sum()), 1e-9)
+
+        def loss(micro: MicroBatch, outputs: Outputs) -> Tensor:
+            assert outputs.logprobs is not None
+            ratios = torch.where(micro.cut(mask), outputs.logprobs - micro.cut(reference), 0.0)
+            if not micro.rows:
+                return ratios.sum()
+            labels, share = (part[micro.rows].to(ratios) for part in (outcomes, weights))
+            entropies = binary_cross_entropy_with_logits(beta * ratios.sum(1), labels, reduction="none")
+            return (torch.where(share > 0, share * entropies, 0.0)).sum() / total
+
+        return loss
+
+    guesses = row_sums(torch.where(mask, process_rewards(x), 0.0), rows)
+    right = ((guesses > 0) == (outcomes > 0.5)) & x.scored
+    return losses_of, {
+        "critic/accuracy": right.sum().item() / max(int(x.scored.sum()), 1),
+        "critic/process_reward_mean": guesses.sum().item() / max(int(mask.sum()), 1),
+    }
 
 
 # --- Model FLOPs and MFU

@@ -106,7 +106,8 @@ def update(
         reference=models.reference if algorithm.whole_reference else None,
         teacher=models.teacher if algorithm.divergence is not None else None,
     )
-    critic = critic_update(ranks, inputs, config.critic)
+    outcomes = torch.tensor([h.reward for h in headers], dtype=torch.float64)
+    critic = critic_update(ranks, inputs, config.critic, outcomes)
     metrics = train_minibatches(models, objective, critic, batch, minis, config, trains_policy, on_micro_batch)
 
     target = before.proximal
@@ -256,7 +257,8 @@ class LossSums:
 class Precomputed:
     """Results of the passes without gradient, on the host, [M].
 
-    ``proximal`` is log pi_old, or log mu when bypassed; ``values`` are the critic's; ``sum_squares`` is the sum of
+    ``proximal`` is log pi_old, or log mu when bypassed; ``values`` are the critic's, and ``process`` are
+    log-probabilities by a process reward model in its place; ``sum_squares`` is the sum of
     pi_old^2 over the vocabulary, and ``entropy`` that of pi_old. ``reference`` and ``teacher`` are log-probabilities
     by these models.
     """
@@ -264,6 +266,7 @@ class Precomputed:
     proximal: Tensor
     reference: Tensor | None = None
     teacher: Tensor | None = None
+    process: Tensor | None = None
     values: Tensor | None = None
     sum_squares: Tensor | None = None
     entropy: Tensor | None = None
@@ -316,7 +319,9 @@ def precompute(
         found = replace(found, teacher=whole_batch(models.endpoint.score([micro.tensors for micro in micros])))
     if models.teacher is not None and algorithm.divergence is None:
         found = replace(found, teacher=scored(models.teacher, "log-probabilities of the teacher"))
-    if models.critic is not None:
+    if models.critic is not None and algorithm.process:
+        found = replace(found, process=scored(models.critic, "log-probabilities of the process reward model"))
+    elif models.critic is not None:
         values = [models.critic.forward(micro.tensors).values for micro in passed_by("values of the critic")]
         found = replace(found, values=whole_batch(values))
     return found
@@ -376,6 +381,7 @@ def advantage_inputs(
         values=None if before.values is None else before.values.double(),
         logprobs=before.proximal.double(),
         reference=None if before.reference is None else before.reference.double(),
+        process=None if before.process is None else before.process.double(),
         sum_squares=None if before.sum_squares is None else before.sum_squares.double(),
         importance=None if corrected is None else torch.where(corrected.keep, corrected.weights, 0.0).double(),
         cut=shaping.cut_rows(headers),

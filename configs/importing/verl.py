@@ -304,9 +304,11 @@ def _missing(t: Translation, chosen: Values) -> None:
         _distillation(t)
     if t.given.get(f"{ROLLOUT}.name") not in (None, "???", "vllm", "sglang"):
         t.missing.append(f"the engine {ROLLOUT}.name={t.given[f'{ROLLOUT}.name']}; there are vllm and sglang")
+    # PRIME's reward model is no model of rewards for whole answers.
+    prime = any(key.startswith("reward_model.model.") and key.endswith((".update", ".beta_train")) for key in t.given)
     enabled = [t.take(f"{section}.enable", False) for section in ("reward.reward_model", "reward_model")]
     paths = [t.take(key) for key in ("reward.reward_model.model_path", "reward_model.model.path")]
-    if any(enabled):
+    if any(enabled) and not prime:
         path = next((path for path, on in zip(paths, enabled, strict=True) if on and path), None)
         t.notes.append(f"reward.model.path: the reward model {path} must be a sequence classifier with one label")
         t.put("reward.functions", [{"name": "reward_model"}], "reward.reward_model.enable", "reward_model.enable")
@@ -515,6 +517,8 @@ def _optimizer(t: Translation) -> None:
 
 
 def _advantage(t: Translation) -> None:
+    if _prime(t):
+        return
     name = t.take("algorithm.adv_estimator", "gae")
     name = ADVANTAGES.get(name, name)
     normalises = t.take("algorithm.norm_adv_by_std_in_grpo", True)
@@ -531,6 +535,32 @@ def _advantage(t: Translation) -> None:
     if keys and weights:
         options = dict(zip(keys, weights, strict=False))
         t.put("algorithm.advantage_options.gdpo_weights", options, "algorithm.gdpo_reward_weights")
+
+
+def _prime(t: Translation) -> bool:
+    """Translate the recipe PRIME, whose reward model is trained beside the policy; return whether this is one."""
+    model, coefs = "reward_model.model", ("algorithm.reward_dpo_coef", "algorithm.reward_gt_coef")
+    if not any(key in t.given for key in (*coefs, f"{model}.update", f"{model}.beta_train")):
+        return False
+    process, outcome = (t.take(key, 5.0) for key in coefs)
+    if not outcome or t.take(f"{model}.loss_type", "ce") != "ce":
+        t.missing.append(f"PRIME with {coefs[1]}={outcome} or another {model}.loss_type than ce")
+        return True
+    t.take("reward_model.enable"), t.take("algorithm.adv_estimator")
+    t.put("algorithm.advantage", "prime", *coefs, f"{model}.update", f"{model}.beta_train")
+    t.put("algorithm.advantage_options.prime_coef", process / outcome, *coefs)
+    t.translate(
+        (
+            Key(f"{model}.beta_train", "algorithm.advantage_options.prime_beta", 0.05),
+            Key(f"{model}.path", "critic.path"),
+            Key(f"{model}.ref_path", "algorithm.kl.reference_path"),
+            Key(f"{model}.optim.lr", "critic.learning_rate", 1e-6),
+            Key(f"{model}.optim.grad_clip", "critic.grad_clip", 10.0),
+        )
+    )
+    if t.take(f"{model}.update", "before") == "before":
+        t.notes.append(f"{model}.update: tokens' rewards are those from before the reward model's step, verl's `after`")
+    return True
 
 
 def _loss(t: Translation) -> None:

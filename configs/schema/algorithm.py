@@ -254,6 +254,13 @@ class AdvantageOptions(Config, frozen=True):
         Annotated[float, Meta(gt=0)],
         advantage_option("dpo_beta", "how strongly the policy is tied to the reference."),
     ] = 0.1
+    prime_beta: Annotated[
+        AboveZero,
+        advantage_option("prime_beta", "a token's reward per log-ratio of process reward model and reference."),
+    ] = 0.05
+    prime_coef: Annotated[
+        NotNegative, advantage_option("prime_coef", "weight of tokens' rewards beside the outcome's.")
+    ] = 1.0
     gdpo_weights: Annotated[
         dict[str, float],
         advantage_option("gdpo_weights", "factor per part of the reward; its weight in reward.functions if not named."),

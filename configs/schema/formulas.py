@@ -11,7 +11,7 @@ from typing import Literal
 
 from msgspec import Meta
 
-Need = Literal["values", "sum_squares", "greedy", "parts", "reference"]
+Need = Literal["values", "sum_squares", "greedy", "parts", "reference", "process"]
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Advantage:
     Attributes:
         compares_group: Whether it compares the members of a group, so that a group must have at least two.
         needs: Its inputs besides rewards: a critic's ``values``, the ``sum_squares`` of pi_old over the vocabulary, one
-            more ``greedy`` episode per group, the ``parts`` of the reward in place of the whole, or log-probabilities
-            by the ``reference`` model.
+            more ``greedy`` episode per group, the ``parts`` of the reward in place of the whole, log-probabilities
+            by the ``reference`` model, or by the ``process`` reward model that is trained in the critic's place.
         row_is_episode: Whether it compares rows one by one, so that an episode must not become several.
         options: Fields of AdvantageOptions that it reads.
     """
@@ -105,9 +105,18 @@ ADVANTAGES: dict[str, Advantage] = {
         needs=frozenset({"values"}),
         options=("gamma", "lam", "lam_alpha", "whiten", "bootstrap_cut"),
     ),
+    "prime": Advantage(
+        needs=frozenset({"process", "reference"}),
+        row_is_episode=True,
+        options=("gamma", "whiten", "prime_beta", "prime_coef"),
+    ),
     "optimal_token_baseline": Advantage(needs=frozenset({"sum_squares"}), row_is_episode=True),
     "tir_optimal_token_baseline": Advantage(needs=frozenset({"sum_squares"}), row_is_episode=True),
 }
+
+
+# The inputs that a model of the section `critic` gives.
+BY_CRITIC: frozenset[Need] = frozenset({"values", "process"})
 
 
 def advantage_needs(name: str) -> frozenset[Need]:

@@ -117,7 +117,10 @@ class RunConfig(Config, frozen=True):
     reward: RewardConfig = RewardConfig()
     queue: QueueConfig = QueueConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    critic: Annotated[CriticConfig | None, doc("Model of the expected return, for algorithm.advantage=gae.")] = None
+    critic: Annotated[
+        CriticConfig | None,
+        doc("Model of the expected return (algorithm.advantage=gae), or of tokens' rewards (prime)."),
+    ] = None
     trainer: TrainerConfig = TrainerConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     eval: EvalConfig = EvalConfig()

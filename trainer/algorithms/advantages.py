@@ -61,6 +61,7 @@ class AdvantageInputs:
         values: float64 [N, T], the critic's, or None without one.
         logprobs: float64 [N, T], log pi_old, or None where it was not computed.
         reference: float64 [N, T], log-probabilities by the reference model, or None without one.
+        process: float64 [N, T], log-probabilities by the process reward model, or None without one.
         sum_squares: float64 [N, T], sum of pi_old^2 over the vocabulary, for the estimators that declare it.
         importance: float64 [N, T], the correction's weights, 0 where it rejects; None if bypassed.
         cut: bool [N], rows that ended because of a limit on tokens, turns or time.
@@ -81,6 +82,7 @@ class AdvantageInputs:
     values: Tensor | None = None
     logprobs: Tensor | None = None
     reference: Tensor | None = None
+    process: Tensor | None = None
     sum_squares: Tensor | None = None
     importance: Tensor | None = None
     cut: Tensor | None = None
@@ -124,6 +126,7 @@ class AdvantageInputs:
             values=None if self.values is None else pad(self.values),
             logprobs=None if self.logprobs is None else pad(self.logprobs),
             reference=None if self.reference is None else pad(self.reference),
+            process=None if self.process is None else pad(self.process),
             sum_squares=None if self.sum_squares is None else pad(self.sum_squares),
             importance=None if self.importance is None else pad(self.importance),
             rows=None,
@@ -359,6 +362,33 @@ def reinforce_plus_plus(x: AdvantageInputs) -> Tensor:
     return whiten(returns_to_go(x, x.options.gamma), x.mask & on_tokens(x.scored, x.rows))
 
 
+def prime(x: AdvantageInputs) -> Tensor:
+    """Discounted sums of implicit process rewards from each token on, and RLOO of the outcome, optionally whitened.
+
+    A token's process reward is r_t = beta (log pi_phi - log pi_ref), pi_phi the process reward model. From each of a
+    row's rewards the mean of the other rows' means is subtracted:
+
+        A_t = c sum_{s >= t} gamma^(s - t) (r_s - mean_{j != i} mean_s r_s^j) + n / (n - 1) (R_i - mean R)
+
+    Source: PRIME (arXiv:2502.01456), equation 5; c is ``prime_coef``, which is 1 there, as verl's reward_dpo_coef over
+    its reward_gt_coef. A group's only scored row gets 0.
+    """
+    groups, rewards = _groups(x), process_rewards(x)
+    means = row_sums(rewards, x.rows) / row_sums(x.mask, x.rows).clamp(min=1)
+    others = (groups.sum(means) - means) / (groups.size - 1).clamp(min=1)
+    compared = x.scored & (groups.size > 1)
+    centred = torch.where(x.mask & on_tokens(compared, x.rows), rewards - on_tokens(others, x.rows), 0.0)
+    returns = returns_to_go(replace(x, token_rewards=centred), x.options.gamma)
+    advantages = x.options.prime_coef * returns + rloo(x)
+    return whiten(advantages, x.mask & on_tokens(x.scored, x.rows)) if x.options.whiten else advantages
+
+
+def process_rewards(x: AdvantageInputs) -> Tensor:
+    """Return beta (log pi_phi - log pi_ref) of sampled tokens, 0 elsewhere (arXiv:2502.01456, equation 3)."""
+    assert x.process is not None and x.reference is not None, "prime needs a process reward model and a reference"
+    return torch.where(x.mask, x.options.prime_beta * (x.process - x.reference), 0.0)
+
+
 def optimal_token_baseline(x: AdvantageInputs) -> Tensor:
     """A_t = G_t - sum_i(G_t W_t) / sum_i(W_t) over the group's rows that sampled column t.
 
@@ -445,6 +475,7 @@ ADVANTAGES: dict[str, AdvantageFn] = {
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "gae": gae_advantage,
+    "prime": prime,
     "optimal_token_baseline": optimal_token_baseline,
     "tir_optimal_token_baseline": tir_optimal_token_baseline,
 }

@@ -61,6 +61,8 @@ class Algorithm:
     correct: Callable[..., Corrected]
     rules: tuple[str, ...]
     decoupled: bool
+    # Whether the model of the section `critic` is a process reward model.
+    process: bool
     aggregate: Callable[[Tensor, Tensor, Tensor, Counts], Tensor]
     kl: Callable[[Tensor, Tensor], Tensor]
     whole_reference: bool
@@ -109,6 +111,7 @@ def build(config: RunConfig) -> Algorithm:
         ),
         rules=rules(correction),
         decoupled=correction.proximal == "recompute",
+        process="process" in advantage_needs(algorithm.advantage),
         aggregate=AGGREGATIONS[algorithm.aggregation],
         kl=ESTIMATORS[algorithm.kl.estimator],
         whole_reference=algorithm.kl.estimator == "full",

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from rl_async.configs.schema.algorithm import AdvantageOptions, AlgorithmConfig,
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
-from rl_async.errors import TrainingDiverged
+from rl_async.errors import TrainingDiverged, UserError
 from rl_async.trainer import actor_critic
 from rl_async.trainer.actor_critic import (
     CriticUpdate,
@@ -30,7 +31,7 @@ from rl_async.trainer.actor_critic import (
     policy_training,
 )
 from rl_async.trainer.algorithms.advantages import AdvantageInputs, gae
-from rl_async.trainer.algorithms.rows import Rows
+from rl_async.trainer.algorithms.rows import Rows, on_tokens
 from rl_async.trainer.backend import Backend, LossFn, Outputs, learning_rate_factor
 from rl_async.trainer.batch_layout import MiniBatch, row_cost_of
 from rl_async.trainer.batches import Batch, MicroBatch
@@ -39,6 +40,7 @@ from rl_async.trainer.ranks import DataParallel
 
 ROWS, WIDTH = 6, 5
 PACKED = Rows(torch.full((ROWS,), WIDTH))
+NO_OUTCOMES = torch.zeros(ROWS, dtype=torch.float64)
 ALONE = DataParallel(0, 1, is_recorder=True)
 
 
@@ -63,6 +65,14 @@ def inputs() -> AdvantageInputs:
         values=values.flatten(),
         rows=PACKED,
     )
+
+
+def targets(x: AdvantageInputs, lam: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Values, returns and the tokens that count, float32 [M] and bool [M]."""
+    assert x.values is not None and x.rows is not None
+    mask = x.mask & on_tokens(x.scored, x.rows)
+    _, returns = gae(x.token_rewards, x.values, mask, 0.9, lam, rows=x.rows)
+    return x.values.float(), returns.float(), mask
 
 
 def micro(rows: list[int]) -> MicroBatch:
@@ -95,19 +105,21 @@ def teach(learns: CriticUpdate, critic: FakeCritic, rows: list[int]) -> None:
 
 def test_the_critics_targets_have_a_lambda_of_their_own() -> None:
     x = inputs()
-    learns = critic_update(ALONE, x, CriticConfig(lam=1.0))
-    assert learns is not None and x.values is not None
-    _, expected = gae(x.token_rewards, x.values, learns.mask, 0.9, 1.0, rows=x.rows)
-    torch.testing.assert_close(learns.returns, expected.float())
-    policys = critic_update(ALONE, x, CriticConfig())
-    assert policys is not None and not torch.allclose(policys.returns, learns.returns)
+    learns, policys = (
+        critic_update(ALONE, x, config, NO_OUTCOMES) for config in (CriticConfig(lam=1.0), CriticConfig())
+    )
+    assert learns is not None and policys is not None
+    for update, lam in ((learns, 1.0), (policys, 0.8)):
+        _, returns, mask = targets(x, lam)
+        assert update.summary["critic/returns_mean"] == pytest.approx(returns[mask].mean().item(), rel=1e-5)
+    assert learns.summary["critic/returns_mean"] != policys.summary["critic/returns_mean"]
 
 
 @pytest.mark.parametrize("split", [[[0, 1, 2, 3, 4, 5]], [[3, 1], [0], [], [5, 2, 4]]])
 def test_every_sampled_token_of_a_scored_row_counts_the_same_in_any_split(split: list[list[int]]) -> None:
-    learns, x = critic_update(ALONE, inputs(), CriticConfig(clip=0.2)), inputs().padded()
+    learns, x = critic_update(ALONE, inputs(), CriticConfig(clip=0.2), NO_OUTCOMES), inputs().padded()
     assert learns is not None and x.values is not None
-    now = PACKED.pad_all(learns.values) + torch.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH)
+    now = PACKED.pad_all(targets(inputs(), 0.8)[0]) + torch.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH)
     critic = FakeCritic(torch.where(x.mask, now, 7e7), [micro(rows) for rows in split])
     teach(learns, critic, list(range(ROWS)))
 
@@ -126,7 +138,7 @@ def test_every_sampled_token_of_a_scored_row_counts_the_same_in_any_split(split:
 
 
 def test_a_shared_critic_adds_its_weighted_loss_and_takes_it_out_of_the_report() -> None:
-    learns = critic_update(ALONE, inputs(), CriticConfig(shared=True, value_coef=0.25))
+    learns = critic_update(ALONE, inputs(), CriticConfig(shared=True, value_coef=0.25), NO_OUTCOMES)
     assert learns is not None
     parts = [micro([0, 1]), micro([2, 4])]
     critic = FakeCritic(torch.ones(ROWS, WIDTH), parts)
@@ -143,7 +155,7 @@ def test_a_shared_critic_adds_its_weighted_loss_and_takes_it_out_of_the_report()
 
 
 def test_a_critic_of_its_own_leaves_the_policy_loss_alone() -> None:
-    learns = critic_update(ALONE, inputs(), CriticConfig())
+    learns = critic_update(ALONE, inputs(), CriticConfig(), NO_OUTCOMES)
     assert learns is not None
     parts = [micro([0, 1])]
 
@@ -158,7 +170,7 @@ def test_a_critic_of_its_own_leaves_the_policy_loss_alone() -> None:
 def test_metrics_are_over_the_values_before_the_step() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        learns = critic_update(ALONE, inputs(), CriticConfig())
+        learns = critic_update(ALONE, inputs(), CriticConfig(), NO_OUTCOMES)
         assert learns is not None
         parts = [micro([0, 1, 2, 3, 4, 5])]
         for _ in range(2):
@@ -166,8 +178,8 @@ def test_metrics_are_over_the_values_before_the_step() -> None:
         metrics = learns.metrics()
     finally:
         dist.destroy_process_group()
-    values, returns = learns.values[learns.mask].double(), learns.returns[learns.mask].double()
-    assert not PACKED.pad_all(learns.mask)[3].any()
+    values, returns, mask = targets(inputs(), 0.8)
+    values, returns = values[mask].double(), returns[mask].double()
     assert metrics["critic/values_mean"] == pytest.approx(values.mean().item(), rel=1e-5)
     assert metrics["critic/returns_mean"] == pytest.approx(returns.mean().item(), rel=1e-5)
     variances = [((y - y.mean()) ** 2).mean().item() for y in (returns - values, returns)]
@@ -176,13 +188,52 @@ def test_metrics_are_over_the_values_before_the_step() -> None:
     assert metrics["critic/loss"] == pytest.approx(torch.stack(learns.losses).sum().item() / 2)
 
 
+def test_a_process_reward_model_learns_outcomes_in_any_split() -> None:
+    """Against the formula in float64: the mean over scored rows of the cross-entropy of beta times the log-ratio."""
+    draw = torch.Generator().manual_seed(3)
+    held, reference = torch.randn((2, ROWS, WIDTH), generator=draw, dtype=torch.float64)
+    outcomes = torch.tensor([0.0, 1.0, 1.0, 0.0, 0.25, 1.0], dtype=torch.float64)
+    x = replace(
+        inputs(),
+        process=held.flatten(),
+        reference=reference.flatten(),
+        values=None,
+        options=AdvantageOptions(prime_beta=0.7),
+    )
+    padded = x.padded()
+    mask = padded.mask & padded.scored[:, None]
+    sums = 0.7 * torch.where(mask, held - reference, 0.0).sum(1)
+    scored = padded.scored
+    expected = -(outcomes * sums.sigmoid().log() + (1 - outcomes) * (-sums).sigmoid().log())[scored].mean()
+    slope = 0.7 * (sums.sigmoid() - outcomes) / scored.sum()
+
+    class Scores(FakeCritic):
+        def outputs(self, part: MicroBatch) -> Outputs:
+            return Outputs(logprobs=self.values[part.rows] if part.rows else self.values[:1, :1] * 0)
+
+    for split in ([[0, 1, 2, 3, 4, 5]], [[3, 1], [0], [], [5, 2, 4]]):
+        learns = critic_update(ALONE, x, CriticConfig(), outcomes)
+        assert learns is not None
+        critic = Scores(torch.where(mask, held, 7e7).double(), [micro(rows) for rows in split])
+        teach(learns, critic, list(range(ROWS)))
+        # The loss subtracts the reference in float32.
+        assert torch.stack(learns.losses).sum().item() == pytest.approx(expected.item(), rel=1e-6)
+        assert critic.values.grad is not None
+        torch.testing.assert_close(critic.values.grad, torch.where(mask, slope[:, None], 0.0), rtol=1e-6, atol=1e-9)
+        right = ((sums > 0) == (outcomes > 0.5))[scored].double().mean().item()
+        assert learns.summary["critic/accuracy"] == pytest.approx(right)
+        assert learns.summary["critic/process_reward_mean"] == pytest.approx((sums[scored].sum() / mask.sum()).item())
+    with pytest.raises(UserError, match="prime"):
+        critic_update(ALONE, x, CriticConfig(), 2 * outcomes)
+
+
 class Diverging:
     def step(self, *_: object) -> tuple[float, float]:
         raise TrainingDiverged("loss nan")
 
 
 def test_a_critic_that_diverges_is_named() -> None:
-    learns = critic_update(ALONE, inputs(), CriticConfig())
+    learns = critic_update(ALONE, inputs(), CriticConfig(), NO_OUTCOMES)
     assert learns is not None
     fake: Backend = Diverging()  # type: ignore[assignment]
     with pytest.raises(TrainingDiverged, match="critic: loss nan"):
@@ -190,7 +241,7 @@ def test_a_critic_that_diverges_is_named() -> None:
 
 
 def test_without_a_critic_there_is_no_lesson() -> None:
-    assert critic_update(ALONE, inputs(), None) is None
+    assert critic_update(ALONE, inputs(), None, NO_OUTCOMES) is None
 
 
 def test_the_policy_s_schedule_leaves_out_the_critic_s_warm_up() -> None:

@@ -26,6 +26,10 @@ python3 -m verl.trainer.main_ppo \\
     trainer.total_training_steps=7 +trainer.of_tomorrow=3 elsewhere.entirely=4 $@  # and more
 """
 ALGORITHM = "algorithm."
+PRIME = [
+    *("algorithm.adv_estimator=rloo", "algorithm.reward_gt_coef=5", "reward_model.enable=True"),
+    *("reward_model.model.path=/models/prm", "reward_model.model.beta_train=0.05"),
+]
 ACTOR = "actor_rollout_ref.actor."
 
 
@@ -131,6 +135,7 @@ def test_a_rollout_correction_is_the_preset_that_does_the_same(
         ([f"{ALGORITHM}adv_estimator=rloo_vectorized"], {"advantage": "rloo"}),
         ([f"{ALGORITHM}norm_adv_by_std_in_grpo=False"], {"advantage": "dr_grpo"}),
         ([f"{ALGORITHM}adv_estimator=gae"], {"advantage": "gae"}),
+        ([*PRIME, "reward_model.model.update=after"], {"advantage": "prime"}),
     ],
 )
 def test_a_name_of_verls_is_ours(tmp_path: Path, arguments: list[str], expected: dict[str, Any]) -> None:
@@ -147,6 +152,15 @@ def test_an_overridden_config_is_the_models(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="override"):
         translated(tmp_path, f"{key}rope_scaling.type=longrope", f"{key}rope_scaling.factor=4.0")
+
+
+def test_primes_reward_model_is_in_the_critics_place(tmp_path: Path) -> None:
+    config, comments = translated(tmp_path, *PRIME, "reward_model.model.optim.lr=2e-6", "algorithm.reward_dpo_coef=10")
+    assert config.critic is not None and (config.critic.path, config.critic.learning_rate) == ("/models/prm", 2e-6)
+    assert config.algorithm.advantage_options.prime_coef == 2.0 and "update" in comments
+    assert config.reward.model is None
+    with pytest.raises(ConfigError, match="loss_type"):
+        translated(tmp_path, *PRIME, "reward_model.model.loss_type=dpo")
 
 
 def test_a_kl_keeps_its_place_and_verls_adaptive_target(tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ def random_inputs(seed: int, options: AdvantageOptions | None = None, unscored: 
         values=torch.from_numpy(draw.normal(size=(rows, width))),
         logprobs=distributions.amax(2).log(),
         reference=distributions.amin(2).log() / 2,
+        process=distributions.amin(2).log() / 3,
         sum_squares=(distributions**2).sum(2),
         importance=torch.from_numpy(draw.random((rows, width)) + 0.5),
     )
@@ -242,6 +243,24 @@ def gae_reference(p: Plain) -> Rows:
     return p.whiten(result)
 
 
+def prime(p: Plain) -> Rows:
+    """Equation 5 of the paper, one sum for each token."""
+    assert p.x.process is not None and p.x.reference is not None
+    options = p.x.options
+    ratios = options.prime_beta * (p.x.process - p.x.reference)
+    rewards = [[ratios[i, t].item() for t in tokens] for i, tokens in enumerate(p.tokens)]
+    means, outcomes, result = [float(np.mean(row)) for row in rewards], rloo(p), []
+    for i, row in enumerate(rewards):
+        advantages = [0.0] * len(row)
+        if p.scored[i] and p.size(i) > 1:
+            others = (sum(p.weight[j] * means[j] for j in p.members(i)) - means[i]) / (p.size(i) - 1)
+            for t in range(len(row)):
+                later = sum(options.gamma ** (s - t) * (row[s] - others) for s in range(t, len(row)))
+                advantages[t] = options.prime_coef * later + outcomes[i][t]
+        result.append(advantages)
+    return p.whiten(result)
+
+
 def token_baseline(p: Plain, *, by_column: bool) -> Rows:
     assert p.x.logprobs is not None and p.x.sum_squares is not None
     to_go, energy = p.to_go(), []
@@ -283,14 +302,15 @@ REFERENCES: dict[str, Callable[[Plain], Rows]] = {
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "gae": gae_reference,
+    "prime": prime,
     "optimal_token_baseline": lambda p: token_baseline(p, by_column=True),
     "tir_optimal_token_baseline": lambda p: token_baseline(p, by_column=False),
 }
-OPTIONS = AdvantageOptions(gamma=0.9, lam=0.8, gdpo_weights={"b": 0.5})
+OPTIONS = AdvantageOptions(gamma=0.9, lam=0.8, gdpo_weights={"b": 0.5}, prime_beta=0.3, prime_coef=2.0)
 
 
 # The field that holds an input.
-NEEDED = {"values": "values", "sum_squares": "sum_squares", "greedy": "baselines", "reference": "reference"}
+NEEDED = {need: need for need in ("values", "sum_squares", "reference", "process")} | {"greedy": "baselines"}
 
 
 def test_rewards_for_length_are_the_papers() -> None:
@@ -372,7 +392,7 @@ def test_row_order_does_not_matter(name: str) -> None:
 def test_what_was_not_sampled_or_scored_does_not_matter(name: str) -> None:
     x = random_inputs(12, OPTIONS)
     before = ADVANTAGES[name](x)
-    for tensor in (x.values, x.logprobs, x.reference, x.sum_squares, x.importance):
+    for tensor in (x.values, x.logprobs, x.reference, x.process, x.sum_squares, x.importance):
         assert tensor is not None
         tensor[~x.mask] = 77.0
         tensor[7] = -5.0
@@ -408,7 +428,9 @@ def test_padding_does_not_matter(name: str) -> None:
     assert torch.equal(padded_estimator(ADVANTAGES[name])(without), rows.pack(expected))
 
 
-@pytest.mark.parametrize("name", [n for n, t in TRAITS.items() if t.compares_group and "sum_squares" not in t.needs])
+@pytest.mark.parametrize(
+    "name", [n for n, t in TRAITS.items() if t.compares_group and not t.needs & {"sum_squares", "process"}]
+)
 def test_a_group_without_signal_teaches_nothing(name: str) -> None:
     x = random_inputs(14, OPTIONS)
     same = x.groups == x.groups[0]
