@@ -1,4 +1,4 @@
-"""The scorer `math` on the pairs of docs/reference/math.md, which is where they are decided."""
+"""The scorer `math` on the pairs of docs/reference/math.md and of math_pairs.md."""
 
 import re
 from pathlib import Path
@@ -12,8 +12,10 @@ from rl_async.extraction import extract
 from rl_async.reward_loop.api import Conversation
 from rl_async.reward_loop.scorers.math import score
 
-PAGE = Path(__file__).parents[3] / "docs/reference/math.md"
-PAIRS = re.findall(r"^\| `(.+?)` \| `(.+?)` \| (0|1|unscored) \|$", PAGE.read_text(), re.MULTILINE)
+PAGES = Path(__file__).parents[3].joinpath("docs/reference/math.md").read_text() + Path(__file__).with_name(
+    "math_pairs.md"
+).read_text()
+PAIRS = re.findall(r"^\| `(.+?)` \| `(.+?)` \| (0|1|unscored) \|$", PAGES, re.MULTILINE)
 
 
 def verdict(truth: str, answer: str) -> str:
@@ -25,12 +27,12 @@ def verdict(truth: str, answer: str) -> str:
         return "unscored"
 
 
-def test_the_page_has_two_hundred_pairs() -> None:
-    assert len(PAIRS) >= 200 and PAGE.read_text().count("\n| `") == len(PAIRS)
+def test_the_pages_have_two_hundred_pairs() -> None:
+    assert len(PAIRS) >= 200 and PAGES.count("\n| `") == len(PAIRS)
 
 
 @pytest.mark.parametrize(("truth", "answer", "reward"), PAIRS)
-def test_pairs_of_the_page(truth: str, answer: str, reward: str) -> None:
+def test_pairs_of_the_pages(truth: str, answer: str, reward: str) -> None:
     said = f"First \\boxed{{no}}. So it is \\boxed{{{answer}}}."
     found = extract(said, ("boxed",))
     assert found == answer
