@@ -354,10 +354,7 @@ def session_of(episode: str, role: str) -> str:
 
 def policy_sampling(config: RunConfig, partition: str) -> Sampling:
     """Return the sampling distribution of a partition's tokens."""
-    if partition == "eval":
-        return Sampling(temperature=config.eval.temperature)
-    rollout = config.rollout
-    return Sampling(temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)
+    return Sampling(temperature=config.eval.temperature if partition == "eval" else config.rollout.temperature)
 
 
 Loop = Callable[[Episode], Awaitable[str]]

@@ -713,15 +713,6 @@ def warm_start(c: RunConfig) -> str | None:
     return None
 
 
-def _truncation(c: RunConfig) -> str | None:
-    if c.rollout.top_p < 1 or c.rollout.top_k > 0:
-        return (
-            "rollout.top_p < 1 and rollout.top_k > 0 truncate the distribution, so the trainer cannot compute the "
-            "log-probabilities of what was sampled; train with top_p=1 and top_k=0"
-        )
-    return None
-
-
 def _minibatches(c: RunConfig) -> str | None:
     rows = c.data.train_batch_groups * c.rollout.group_size
     if c.finetune is None and rows < c.trainer.minibatches * data_parallel(c):
@@ -788,7 +779,7 @@ RULES: tuple[Rule, ...] = (
     *DATA_RULES,
     *WEIGHT_SYNC_RULES,
     *REWARD_RULES,
-    *(_truncation, _minibatches, _lengths, _sandbox, _environment_hosts),
+    *(_minibatches, _lengths, _sandbox, _environment_hosts),
     *(gateway, past_reasoning, mcp),
     finetune,
     warm_start,

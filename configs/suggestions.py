@@ -64,14 +64,14 @@ MOVED: dict[str, str] = {
     "rollout.cpu_cache_gb": "rollout.cache_bytes (bytes, not GiB)",
     "rollout.cpu_cache_bytes": "rollout.cache_bytes",
     "algorithm.shaping.max_refills": "algorithm.shaping.dynamic_sampling (a number instead of true)",
-    "queue.limits.message_bytes": "queue.message_bytes",
     "queue.metrics_port": "tracking.prometheus (true; RUN/prometheus/ says on which port)",
 }
 # Advice for keys that were removed, or that only other software has.
 ABSENT: dict[str, str] = {
     "trainer.attention": "PyTorch's FlashAttention is used where it can be; leave the key out",
     "rollout.data_parallel": "every copy of the model is an engine of its own; use rollout.engines",
-    "queue.limits": "queue.message_bytes is the largest message; half of it is the largest frame",
+    "queue.limits": "a message has at most 512 MiB, a frame half of it, and a connection 5000 requests a second",
+    "queue.message_bytes": "a message has at most 512 MiB",
     "queue.slack": "with any queue.sampling but fifo a group may be passed over for one step",
     "queue.max_lease_s": "a lease lasts 4 hours at most, or 8 times agent.episode_timeout_s if that is longer",
     "agent.check_rendering": "one episode in fifty is compared with the chat template of the whole conversation",
@@ -79,6 +79,11 @@ ABSENT: dict[str, str] = {
     "algorithm.guard.patience": "algorithm.guard acts after three steps in a row",
     "weight_sync.mismatch.tokens": "each engine samples 32 tokens for a comparison",
     "algorithm.shaping.resample_power": "algorithm.shaping.resample=pow squares rewards",
+    "reward.process_bytes": "a process of scorers has at most 8 GiB of memory",
+    "rollout.top_p": "the trainer needs the whole distribution, so sampling is never truncated; leave the key out",
+    "rollout.top_k": "the trainer needs the whole distribution, so sampling is never truncated; leave the key out",
+    "trainer.beta1": "AdamW's beta1 is 0.9",
+    "trainer.checkpoint_async": "training always goes on while a checkpoint is written; leave the key out",
     "queue.consumer_bytes": "256 MiB are kept of trained groups that consumers have not read",
 }
 
@@ -103,6 +108,12 @@ DROPPED: dict[str, object] = {
     "queue.clients": [],
     "algorithm.shaping.max_refills": 64,
     "weight_sync.mismatch.tokens": 32,
+    "queue.message_bytes": 1 << 29,
+    "reward.process_bytes": 8 << 30,
+    "rollout.top_p": 1.0,
+    "rollout.top_k": 0,
+    "trainer.beta1": 0.9,
+    "trainer.checkpoint_async": True,
 }
 
 

@@ -22,6 +22,8 @@ import msgspec
 from rl_async.reward_loop.api import Conversation, Score, ScorerFailed, to_score
 from rl_async.reward_loop.scorers.scorer_registry import describe, get_scorer
 
+# A process that needs more memory fails what it scores.
+MOST_BYTES = 8 << 30
 LENGTH = struct.Struct(">I")
 # The pool should have killed this process so long after a missed deadline.
 GRACE_S = 5.0
@@ -72,7 +74,7 @@ def converted(number: int, answer: object) -> ScoreReply:
 def failed(number: int, error: BaseException) -> ScoreReply:
     """Convert an error of a function to a reply. Any error, even SystemExit, fails only this conversation."""
     if isinstance(error, MemoryError):
-        return ScoreReply(number, error="needs more memory than reward.process_bytes")
+        return ScoreReply(number, error=f"needs more than {MOST_BYTES >> 30} GiB of memory")
     return ScoreReply(number, error=describe(error))
 
 
@@ -167,15 +169,14 @@ async def _awaited_reply(function: Function, request: ScoreRequest) -> ScoreRepl
 def main() -> None:
     """Serve scorers over an inherited socket.
 
-    The arguments are the socket's number, the mode, the limit on memory in bytes (0 for none) and the scorers' names.
+    The arguments are the socket's number, the mode and the scorers' names.
     """
-    channel, mode, most, *names = socket.socket(fileno=int(sys.argv[1])), *sys.argv[2:]
+    channel, mode, *names = socket.socket(fileno=int(sys.argv[1])), *sys.argv[2:]
     channel.set_inheritable(False)
     # The worker may be killed while a function blocks this process, which then would not see the end of the stream.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if int(most):
-        # Private memory, not addresses: libraries reserve far more of those than they use.
-        resource.setrlimit(resource.RLIMIT_DATA, (int(most), int(most)))
+    # Private memory, not addresses: libraries reserve far more of those than they use.
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
     # Ctrl-C is for the parent, which then closes the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     functions = {name: get_scorer(name).function for name in names}

@@ -51,12 +51,12 @@ UNBLOCK_S = 1.0
 class ProcessPool:
     """A fixed number of processes that score one conversation at a time each, and one for all coroutines."""
 
-    def __init__(self, blocking: Sequence[str], awaited: Sequence[str], processes: int, process_bytes: int) -> None:
-        self._processes = [_OneByOne(blocking, process_bytes) for _ in range(processes)]
+    def __init__(self, blocking: Sequence[str], awaited: Sequence[str], processes: int) -> None:
+        self._processes = [_OneByOne(blocking) for _ in range(processes)]
         self._free: asyncio.LifoQueue[_OneByOne] = asyncio.LifoQueue()
         for process in self._processes:
             self._free.put_nowait(process)
-        self.concurrent = _Concurrent(awaited, process_bytes)
+        self.concurrent = _Concurrent(awaited)
 
     async def __aenter__(self) -> Self:
         return self
@@ -89,12 +89,12 @@ class _Channel:
         self._decoder = msgspec.msgpack.Decoder(ScoreReply)
 
     @classmethod
-    async def start(cls, mode: Mode, scorers: Sequence[str], process_bytes: int) -> Self:
+    async def start(cls, mode: Mode, scorers: Sequence[str]) -> Self:
         """Start a process. Raises ScorerFailed if it is not ready within START_S."""
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
-                *own_module("reward_loop.scorer_process", str(theirs.fileno()), mode, str(process_bytes), *scorers),
+                *own_module("reward_loop.scorer_process", str(theirs.fileno()), mode, *scorers),
                 stdin=asyncio.subprocess.DEVNULL,
                 # What a scorer prints goes to the log.
                 stdout=2,
@@ -156,15 +156,15 @@ class _Channel:
 class _OneByOne:
     """A process that is started when first needed, and again after it was killed."""
 
-    def __init__(self, scorers: Sequence[str], process_bytes: int) -> None:
-        self._scorers, self._process_bytes = scorers, process_bytes
+    def __init__(self, scorers: Sequence[str]) -> None:
+        self._scorers = scorers
         self._channel: _Channel | None = None
 
     async def score(self, request: ScoreRequest) -> Score:
         answered = False
         try:
             if self._channel is None:
-                self._channel = await _Channel.start("process", self._scorers, self._process_bytes)
+                self._channel = await _Channel.start("process", self._scorers)
             reply = await self._exchange(self._channel, request)
             answered = True
         finally:
@@ -202,8 +202,8 @@ class _Concurrent:
     UNBLOCK_S of its deadline. The other requests are then sent to its successor, for the time that they have left.
     """
 
-    def __init__(self, scorers: Sequence[str], process_bytes: int) -> None:
-        self._scorers, self._process_bytes = scorers, process_bytes
+    def __init__(self, scorers: Sequence[str]) -> None:
+        self._scorers = scorers
         self._numbers = itertools.count()
         self._starting = asyncio.Lock()
         self._channel: _Channel | None = None
@@ -230,7 +230,7 @@ class _Concurrent:
             if self._receiving is not None and self._receiving.done():
                 await self.stop()
             if self._channel is None:
-                self._channel = await _Channel.start("awaited", self._scorers, self._process_bytes)
+                self._channel = await _Channel.start("awaited", self._scorers)
                 self._receiving = asyncio.create_task(self._receive(self._channel))
             return self._channel
 
@@ -319,7 +319,7 @@ class RewardService:
         blocking, awaited = (
             [spec.name for spec, _ in self._terms if spec.place == place] for place in ("process", "awaited")
         )
-        self._pool = ProcessPool(blocking, awaited, config.processes, config.process_bytes)
+        self._pool = ProcessPool(blocking, awaited, config.processes)
         self._warned = -math.inf
         self._slots = asyncio.Semaphore(config.max_concurrent)
         self._rate = RateLimit(config.per_minute, MINUTE_S)

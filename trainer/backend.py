@@ -22,6 +22,8 @@ from rl_async.trainer.ranks import DataParallel
 from rl_async.weight_sync.reshard import ShardedWeights
 
 OutputName = Literal["entropy", "sum_squares", "distribution", "values"]
+# What AdamW keeps of the mean of earlier gradients, in every step.
+ADAM_BETA1 = 0.9
 Published = Literal["merged", "base", "adapters"]
 
 

@@ -22,7 +22,7 @@ from rl_async.errors import TrainingDiverged, UserError
 from rl_async.model_files import mixers_of
 from rl_async.torch_shared import to_host
 from rl_async.trainer.attention import NAME, join_groups, packed_attention
-from rl_async.trainer.backend import LossFn, OutputName, Outputs, Published, learning_rate_factor
+from rl_async.trainer.backend import ADAM_BETA1, LossFn, OutputName, Outputs, Published, learning_rate_factor
 from rl_async.trainer.batch_layout import row_cost_of
 from rl_async.trainer.checkpoints import MOMENT, STEPS, StoredShards, host_copy, own_parts, read_shards, write_shards
 from rl_async.trainer.export import (
@@ -117,7 +117,7 @@ class Fsdp2Backend:
             self.optimizer = torch.optim.AdamW(
                 groups,
                 lr=config.learning_rate,
-                betas=(config.beta1, config.beta2),
+                betas=(ADAM_BETA1, config.beta2),
                 weight_decay=config.weight_decay,
             )
             self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, learning_rate_factor(config))

@@ -73,8 +73,6 @@ class Run:
         snapshot = self.source.snapshot() if self.rank == 0 else b""
         state = CheckpointState(step=completed, lineage=self.lineage, kl_coef=self.kl.coef, format=FORMAT)
         self.saver.save(self.models.trained(), state, snapshot)
-        if not self.config.trainer.checkpoint_async:
-            self.saver.wait()
 
     def retire(self) -> None:
         """Let the source drop the batches before a checkpoint that has become durable."""

@@ -183,7 +183,7 @@ _FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL 
 _EVENTS = _FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _REFUSED = "it refused the handshake; is it closed to this key?"
 _UNKNOWN = "the handshake did not complete; is it closed to clients without a key, or to this one?"
-_CLOSED = "it closed the connection; is it closed to this key, or a frame larger than half of queue.message_bytes?"
+_CLOSED = "it closed the connection; is it closed to this key, or a frame of over 256 MiB?"
 
 
 class HandshakeWatch:

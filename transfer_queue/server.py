@@ -148,8 +148,7 @@ class QueueLimits:
     @classmethod
     def of(cls, config: RunConfig) -> "QueueLimits":
         """Derive the limits of a run. Workers that were killed keep their places for two minutes."""
-        size = config.queue.message_bytes
-        return cls(frame_bytes=size // 2, message_bytes=size, clients=max(cls.clients, 2 * config.agent.workers))
+        return cls(clients=max(cls.clients, 2 * config.agent.workers))
 
 
 class Gate:
@@ -244,7 +243,7 @@ class Gate:
             log.warning("%s sent %d bytes in %d frames", self._peers.name(identity), size, frames)
             reason = (
                 f"a message of {size} bytes in {frames} frames; the limits are "
-                f"queue.message_bytes={limits.message_bytes} and {limits.frames} frames"
+                f"{limits.message_bytes} bytes and {limits.frames} frames"
             )
             return m.Refused(code="too_large", reason=reason)
         return None

@@ -24,15 +24,11 @@ KEYS = (
     Key("n-samples-per-prompt", "rollout.group_size", 1),
     Key("rollout-max-response-len", "rollout.max_tokens"),
     Key("rollout-temperature", "rollout.temperature", 1.0),
-    Key("rollout-top-p", "rollout.top_p", 1.0),
-    # There -1 turns it off, and here 0.
-    Key("rollout-top-k", "rollout.top_k", -1, lambda k: max(k, 0)),
     Key("num-rollout", "trainer.steps"),
     Key("lr", "trainer.learning_rate", 1e-6),
     Key("lr-decay-style", "trainer.schedule", "linear"),
     Key("lr-warmup-iters", "trainer.warmup_steps"),
     Key("weight-decay", "trainer.weight_decay", 0.01),
-    Key("adam-beta1", "trainer.beta1", 0.9),
     Key("adam-beta2", "trainer.beta2", 0.999),
     Key("clip-grad", "trainer.grad_clip", 1.0),
     Key("rollout-num-gpus-per-engine", "rollout.tensor_parallel", 1),
@@ -98,6 +94,9 @@ def write(file: Path, more: list[str]) -> str:
     t = Translation(given, notes=[*assumed, *unresolved])
     _missing(t)
     t.translate(KEYS)
+    t.only("rollout-top-p", 1)
+    t.only("rollout-top-k", -1, 0)
+    t.only("adam-beta1", 0.9)
     t.put("trainer.backend", "megatron", "train-backend")
     t.take("train-backend")
     t.put("rollout.engine", "sglang", "sglang")

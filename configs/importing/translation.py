@@ -96,6 +96,11 @@ class Translation:
                 raise ConfigError(f"{key.theirs}: {_short(value)} is not a value of {key.ours}") from error
             self.put(key.ours, converted, key.theirs)
 
+    def only(self, key: str, *allowed: Any) -> None:
+        """Take a setting that has one value here, which the other project may write in several ways."""
+        if (value := self.take(key)) not in (None, *allowed):
+            self.missing.append(f"{key}={_short(value)}; here it is always {allowed[0]}")
+
     def text(self, head: str, no_counterpart: Mapping[str, str]) -> str:
         """Our YAML, below comments about everything that needs a look.
 

@@ -28,13 +28,10 @@ KEYS = (
     Key("model_name_or_path", "model.path"),
     Key("num_generations", "rollout.group_size", 8),
     Key("temperature", "rollout.temperature", 1.0),
-    Key("top_p", "rollout.top_p", 1.0),
-    Key("top_k", "rollout.top_k", 0),
     Key("max_completion_length", "rollout.max_tokens", 512),
     Key("shuffle_dataset", "data.shuffle", True),
     Key("learning_rate", "trainer.learning_rate", 1e-6),
     Key("weight_decay", "trainer.weight_decay", 0.0),
-    Key("adam_beta1", "trainer.beta1", 0.9),
     Key("adam_beta2", "trainer.beta2", 0.999),
     Key("max_grad_norm", "trainer.grad_clip", 1.0),
     Key("lr_scheduler_type", "trainer.schedule", "linear", lambda name: str(name).removesuffix("_with_warmup")),
@@ -115,6 +112,9 @@ def write(file: Path, more: list[str]) -> str:
     given, unresolved, program = _read(file)
     t = Translation(overridden(given, more, "an argument"), notes=unresolved)
     t.translate(KEYS + OTHER_KEYS)
+    t.only("top_p", 1)
+    t.only("top_k", 0)
+    t.only("adam_beta1", 0.9)
     if program is not None:
         _trainer(t, program)
     _data(t)

@@ -114,8 +114,6 @@ KEYS = (
     Key(f"{ROLLOUT}.val_kwargs.n", "eval.samples", 1),
     Key(f"{ROLLOUT}.n", "rollout.group_size", 1),
     Key(f"{ROLLOUT}.temperature", "rollout.temperature", 1.0),
-    Key(f"{ROLLOUT}.top_p", "rollout.top_p", 1.0),
-    Key(f"{ROLLOUT}.top_k", "rollout.top_k", -1, _or_off),
     Key(f"{ROLLOUT}.max_num_seqs", "rollout.max_batch_size", 256),
     Key("data.max_response_length", "rollout.max_tokens", 512),
     Key(f"{ROLLOUT}.agent.num_workers", "agent.workers"),
@@ -250,6 +248,8 @@ def write(file: Path, more: list[str]) -> str:
     if BACKENDS.get(t.given.get(f"{ACTOR}.strategy", ""), t.given.get(f"{ACTOR}.strategy")) == "megatron":
         t.given[f"{MODEL}.enable_gradient_checkpointing"] = False
     t.translate(KEYS + OTHER_KEYS)
+    t.only(f"{ROLLOUT}.top_p", 1)
+    t.only(f"{ROLLOUT}.top_k", -1, 0)
     if t.ours.get("trainer.backend") == "megatron":
         t.translate(MEGATRON_KEYS)
         chunks, key = f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size", "trainer.virtual_pipeline"
@@ -486,8 +486,12 @@ def _steps(t: Translation) -> None:
 
 
 def _optimizer(t: Translation) -> None:
-    for name, beta in zip(("beta1", "beta2"), t.take(f"{ACTOR}.optim.betas", [0.9, 0.999]), strict=False):
-        t.put(f"trainer.{name}", beta, f"{ACTOR}.optim.betas")
+    key = f"{ACTOR}.optim.betas"
+    match t.take(key, [0.9, 0.999]):
+        case [0.9, beta2]:
+            t.put("trainer.beta2", beta2, key)
+        case betas:
+            t.missing.append(f"{key}={betas}; here they are 0.9 and trainer.beta2")
     ratio = t.take(f"{ACTOR}.optim.lr_warmup_steps_ratio", 0.0)
     if ratio:
         t.notes.append(f"lr_warmup_steps_ratio={ratio}: write it as trainer.warmup_steps, in optimizer steps")

@@ -2,8 +2,6 @@
 
 from typing import Annotated, Literal
 
-from msgspec import Meta
-
 from rl_async.configs.base import Config, Count, Positive, Seconds, doc
 
 
@@ -54,9 +52,6 @@ class QueueConfig(Config, frozen=True):
     ] = "sqlite"
     sqlite: Annotated[SqliteConfig | None, doc("Of journal=sqlite; null: the defaults.")] = None
     redis: Annotated[RedisConfig | None, doc("Of journal=redis; null: the defaults.")] = None
-    message_bytes: Annotated[
-        int, Meta(ge=1 << 23, description="Largest message, such as one row; a larger one is refused.")
-    ] = 1 << 29
     on_straggler: Annotated[
         Literal["wait", "drop", "mask"],
         doc("When passing an unfinished group would break the bound: wait for it, drop it, or mask its stale tokens."),

@@ -160,10 +160,7 @@ class RewardConfig(Config, frozen=True):
     timeout_s: Annotated[
         Seconds, doc("Deadline of one scorer; a trajectory that misses it is not scored and trains nothing.")
     ] = 10.0
-    processes: Annotated[Positive, doc("Processes for blocking scorers, per worker.")] = 1
-    process_bytes: Annotated[
-        Count, doc("Memory of such a process; a scorer, or all coroutines, that need more fail. 0: no limit.")
-    ] = 8 << 30
+    processes: Annotated[Positive, doc("Processes for blocking scorers, per worker, of at most 8 GiB each.")] = 1
     max_concurrent: Annotated[Positive, doc("Concurrent scorings per worker.")] = 64
     per_minute: Annotated[Count, doc("Scorings started per minute, per worker; 0: no limit.")] = 0
     model: Annotated[RewardModelConfig | None, doc("The model behind the scorer reward_model.")] = None

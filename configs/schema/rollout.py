@@ -302,8 +302,6 @@ class RolloutConfig(Config, frozen=True):
     ] = None
     group_size: Annotated[Positive, doc("Trajectories sampled per task.")] = 16
     temperature: Annotated[float, Meta(gt=0, description="Sampling temperature for training.")] = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1, description="Nucleus sampling; below 1 is refused for training.")] = 1.0
-    top_k: Annotated[Count, doc("Top-k sampling; above 0 (off) is refused for training.")] = 0
     max_tokens: Annotated[Positive, doc("Sampled tokens per turn.")] = 64
     max_batch_size: Annotated[Positive, doc("Concurrent sequences per engine.")] = 256
     max_model_len: Annotated[Positive, doc("Longest sequence that an engine accepts, in tokens.")] = 256

@@ -104,8 +104,7 @@ class TrainerConfig(Config, frozen=True):
     ] = None
     grad_clip: Annotated[float, Meta(gt=0, description="Gradient norm is clipped to this.")] = 1.0
     weight_decay: Annotated[float, Meta(ge=0, description="AdamW weight decay.")] = 0.0
-    beta1: Annotated[Fraction, doc("AdamW beta1.")] = 0.9
-    beta2: Annotated[Fraction, doc("AdamW beta2.")] = 0.95
+    beta2: Annotated[Fraction, doc("AdamW beta2; beta1 is 0.9.")] = 0.95
     schedule: Annotated[
         Literal["constant", "linear", "cosine"],
         doc("Learning rate after warm-up; linear and cosine fall to 0 at the end."),
@@ -126,9 +125,6 @@ class TrainerConfig(Config, frozen=True):
             "steps can no longer be shown or replayed. null: all. The audit needs none of them."
         ),
     ] = None
-    checkpoint_async: Annotated[
-        bool, doc("Training continues while a checkpoint is written from a copy of each rank's shards in host memory.")
-    ] = True
     checkpoint_hf: Annotated[
         bool,
         doc("Checkpoints also hold the model as Hugging Face safetensors; otherwise `rl-async export` makes them."),

@@ -143,7 +143,7 @@ DATA_FILE = "data.json"
 KEPT = (
     *("model.path", "model.dtype", "data.path", "data.eval_path", "data.shuffle", "seed", "trainer.backend"),
     "agent.chat_format",
-    *("trainer.grad_clip", "trainer.weight_decay", "trainer.beta1", "trainer.beta2"),
+    *("trainer.grad_clip", "trainer.weight_decay", "trainer.beta2"),
     *(f"finetune.{name}" for name in FinetuneConfig.__struct_fields__ if name not in ("out", "eval_every")),
 )
 

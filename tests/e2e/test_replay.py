@@ -144,22 +144,6 @@ def test_killed_while_a_checkpoint_is_being_written(
     assert sorted(path.name for path in checkpoints.iterdir()) == kept
 
 
-def test_a_step_that_waits_for_its_files_has_them_when_it_is_reported(
-    recorded: Path, model_folder: Path, tmp_path: Path, plain: Path
-) -> None:
-    interrupted = tmp_path / "b"
-    victim = start(interrupted, recorded, model_folder, min_train_s=0.5, checkpoint_async=False)
-    deadline, metrics = time.monotonic() + 120, interrupted / "metrics.jsonl"
-    while not metrics.exists() or metrics.read_text().count("\n") < 2:
-        assert time.monotonic() < deadline and victim.poll() is None
-        time.sleep(0.001)
-    victim.kill()
-    victim.communicate()
-    assert [path.name for path in list_checkpoints(interrupted / "checkpoints")] == ["step-000002"]
-    finish(start(interrupted, recorded, model_folder, "--resume", checkpoint_async=False))
-    assert digests(interrupted) == digests(plain)
-
-
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     recorded: Path, model_folder: Path, tmp_path: Path, plain: Path
 ) -> None:

@@ -341,8 +341,6 @@ def checkpoint(run: Finetuning, completed: int) -> None:
     """Start writing a checkpoint, without a snapshot of a queue."""
     state = CheckpointState(step=completed, lineage=run.lineage, kl_coef=0.0, format=FORMAT)
     run.saver.save({".": run.policy}, state, b"")
-    if not run.config.trainer.checkpoint_async:
-        run.saver.wait()
 
 
 def report(run: Finetuning, step: int, metrics: dict[str, float]) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import CheckpointDamaged, UserError
-from rl_async.trainer.backend import learning_rate_factor
+from rl_async.trainer.backend import ADAM_BETA1, learning_rate_factor
 from rl_async.trainer.checkpoints import MOMENT, STEPS, UNREADABLE, Part, StoredShards, on_all_ranks
 from rl_async.trainer.export import SHARDS, WEIGHTS
 from rl_async.trainer.megatron.mapping import (
@@ -247,7 +247,7 @@ class DistributedAdamW:
                 optimizer="adam",
                 lr=config.learning_rate,
                 weight_decay=config.weight_decay,
-                adam_beta1=config.beta1,
+                adam_beta1=ADAM_BETA1,
                 adam_beta2=config.beta2,
                 clip_grad=config.grad_clip,
                 params_dtype=dtype,

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from rl_async.configs.schema.trainer import TrainerConfig
-from rl_async.trainer.backend import LossFn, Outputs
+from rl_async.trainer.backend import ADAM_BETA1, LossFn, Outputs
 from rl_async.trainer.packing import Tensors, collate
 from tests.conftest import VOCAB, make_rows
 from tests.support.rounding import assert_trained_alike, in_float64, pass_rounding, to_float64
@@ -147,7 +147,7 @@ def trained(
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=TRAINING.learning_rate,
-        betas=(TRAINING.beta1, TRAINING.beta2),
+        betas=(ADAM_BETA1, TRAINING.beta2),
         weight_decay=TRAINING.weight_decay,
     )
     losses, norms = [], []

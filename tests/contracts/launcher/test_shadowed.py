@@ -57,7 +57,7 @@ def test_users_code_finds_its_neighbours_behind_what_is_installed() -> None:
 
 async def test_a_scorers_process_imports_nothing_from_the_working_directory() -> None:
     answer = Conversation(data_source="", solution_str="\\boxed{7}", ground_truth="7", answer="\\boxed{7}")
-    async with ProcessPool(["math"], [], 1, 1 << 32) as pool:
+    async with ProcessPool(["math"], [], 1) as pool:
         assert (await pool.score("math", answer, 120.0)).value == 1.0
 
 

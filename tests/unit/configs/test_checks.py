@@ -200,8 +200,6 @@ USER = ["agent.environment=simulated_user", "agent.user={system: hi}"]
             ["algorithm.shaping.dynamic_sampling", "algorithm.teacher.rewards"],
         ),
         (["algorithm.teacher={path: m, rewards: true}", "rollout.group_size=1"], ["rollout.group_size"]),
-        (["rollout.top_p=0.9"], ["rollout.top_p"]),
-        (["rollout.top_k=20"], ["rollout.top_k"]),
         (["queue.max_staleness=1", "weight_sync.every=3"], ["weight_sync.every=3", "queue.max_staleness"]),
         (["rollout.group_size=1"], ["rollout.group_size", "algorithm.advantage"]),
         (["algorithm.advantage=rloo", "rollout.group_size=1"], ["rollout.group_size", "algorithm.advantage=rloo"]),

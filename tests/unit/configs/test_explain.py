@@ -8,7 +8,7 @@ from rl_async.configs.load import dump, leaves, load_config
 from rl_async.configs.schema.algorithm import PRESETS, Correction
 from rl_async.errors import ConfigError
 
-MOST_KEYS, MOST_SHOWN = 166, 180
+MOST_KEYS, MOST_SHOWN = 160, 180
 RELIED_ON = """
     model.path data.path data.train_batch_groups rollout.engine rollout.group_size rollout.engines
     queue.max_staleness queue.journal trainer.backend trainer.learning_rate trainer.steps trainer.tensor_parallel

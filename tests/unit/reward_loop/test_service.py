@@ -17,6 +17,7 @@ from rl_async.errors import ConfigError
 from rl_async.messages import Turn
 from rl_async.reward_loop.api import MOST_REASON, Score, ScorerFailed, to_score
 from rl_async.reward_loop.model_client import RateLimit
+from rl_async.reward_loop.scorer_process import MOST_BYTES
 from rl_async.reward_loop.service import RewardService
 from rl_async.transfer_queue.dataset import open_rows, to_task
 from tests.unit.agent_loop.chat_formats.test_format import CHATS
@@ -297,9 +298,9 @@ async def test_a_turns_reward_beyond_the_limit_in_any_row_leaves_all_rows_unscor
 
 
 async def test_a_scorer_that_needs_too_much_memory_fails_its_trajectory() -> None:
-    async with RewardService(config(user("hoards"), process_bytes=1 << 30)) as service:
-        hoarded, fine = await score(service, str(2 << 30)), await score(service, "8")
-    assert hoarded.reward == 0.0 and not hoarded.scored and "reward.process_bytes" in hoarded.error
+    async with RewardService(config(user("hoards"))) as service:
+        hoarded, fine = await score(service, str(MOST_BYTES + (1 << 30))), await score(service, "8")
+    assert hoarded.reward == 0.0 and not hoarded.scored and "memory" in hoarded.error
     assert (fine.reward, fine.error) == (8.0, "")
 
 

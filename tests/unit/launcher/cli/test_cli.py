@@ -208,9 +208,9 @@ def test_a_key_is_explained_and_a_config_shown(capsys: pytest.CaptureFixture[str
 
 
 def test_a_config_that_is_refused_is_shown_with_every_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "show", "calculator", "rollout.group_size=1", "rollout.top_p=0.5"]) == 2
+    assert main(["config", "show", "calculator", "rollout.group_size=1", "queue.sampling=freshest"]) == 2
     printed = capsys.readouterr()
-    assert "top_p: 0.5" in printed.out and "group_size" in printed.err and "top_p" in printed.err
+    assert "sampling: freshest" in printed.out and "group_size" in printed.err and "queue.sampling" in printed.err
 
 
 def test_a_data_set_is_inspected_and_a_bad_row_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
