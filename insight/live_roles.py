@@ -4,20 +4,17 @@ Pure functions of process states, heartbeats of trainer ranks, their progress, t
 engines; and ``EngineWatch``, which asks the engines.
 """
 
-import asyncio
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rl_async.concurrency import gather_or_cancel
-from rl_async.errors import EngineError
 from rl_async.insight.live_figures import away_text
 from rl_async.insight.roster import ProcessState
 from rl_async.messages import FAILED, EngineRecord, Inspection, WorkerRecord
 from rl_async.process.run_files import Beat, Progress
 from rl_async.rollout_server.api import EngineLoad
-from rl_async.rollout_server.pool import connect
+from rl_async.rollout_server.pool import ask_loads, connect
 
 # An engine or a queue that has not answered for this long is said to be silent.
 SILENT_S = 3.0
@@ -102,22 +99,13 @@ class EngineWatch:
     async def ask(self, engines: Sequence[EngineRecord]) -> None:
         """Ask these engines, and forget others. Takes ANSWER_S at most."""
         asked = self._clock()
-        loads = await gather_or_cancel(*map(self._load, engines))
+        clients = [connect(engine.kind, engine.url, ANSWER_S, token=self._token()) for engine in engines]
+        loads = await ask_loads(clients, ANSWER_S)
         found = {}
         for engine, load in zip(engines, loads, strict=True):
             known = self._seen.get(engine.engine_id, SeenEngine(engine.engine_id))
             found[engine.engine_id] = known.silent(asked) if load is None else known.heard(load, self._clock())
         self._seen = found
-
-    async def _load(self, engine: EngineRecord) -> EngineLoad | None:
-        client = connect(engine.kind, engine.url, timeout_s=ANSWER_S, token=self._token())
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                return await client.load()
-        except (TimeoutError, EngineError):
-            return None
-        finally:
-            await client.close()
 
 
 def duration(seconds: float) -> str:

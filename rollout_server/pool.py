@@ -35,7 +35,7 @@ import msgspec
 from rl_async.concurrency import gather_or_cancel, to_the_end
 from rl_async.configs.engines import EngineKind
 from rl_async.configs.schema.rollout import RolloutConfig
-from rl_async.errors import EngineLost, EngineRejected, ProtocolError, QueueLost, QueueReplaced
+from rl_async.errors import EngineError, EngineLost, EngineRejected, ProtocolError, QueueLost, QueueReplaced
 from rl_async.messages import EngineList, EngineRecord, Version
 from rl_async.rollout_server.api import (
     EMPTY,
@@ -764,3 +764,18 @@ def engine_pool(config: RolloutConfig, token: str) -> EnginePool:
         return connect(record.kind, record.url, timeout_s=None, max_coalesced=config.max_batch_size, token=token)
 
     return EnginePool(client, config.request_timeout_s, config.max_batch_size)
+
+
+async def ask_loads(engines: Sequence[EngineClient], within_s: float) -> list[EngineLoad | None]:
+    """Ask all engines for their loads at once, and close the clients. An engine that is silent or lost answers None."""
+
+    async def ask(client: EngineClient) -> EngineLoad | None:
+        try:
+            async with asyncio.timeout(within_s):
+                return await client.load()
+        except (EngineError, TimeoutError):
+            return None
+        finally:
+            await client.close()
+
+    return await gather_or_cancel(*map(ask, engines))

@@ -26,16 +26,25 @@ import torch.distributed as dist
 from prometheus_client.core import GaugeMetricFamily, Metric
 from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
-from rl_async.concurrency import gather_or_cancel, in_daemon_thread
-from rl_async.errors import EngineError, OutOfMemory, UserError
+from rl_async.concurrency import in_daemon_thread
+from rl_async.errors import OutOfMemory, UserError
 from rl_async.messages import FAILED, EngineList, EngineRecord
 from rl_async.process.allocation import give_back_freed_memory
 from rl_async.process.http_server import by_label, gauge
-from rl_async.process.run_files import PHASES, DeviceBudget, Holder, Phase, Stage, read_beats
+from rl_async.process.run_files import (
+    PHASES,
+    DeviceBudget,
+    Holder,
+    Phase,
+    ProfileRequest,
+    Stage,
+    read_beats,
+    read_request,
+    trace_file,
+)
 from rl_async.rollout_server.api import EngineLoad, EngineTokens
-from rl_async.rollout_server.pool import EngineClient
+from rl_async.rollout_server.pool import EngineClient, ask_loads
 from rl_async.torch_shared import is_out_of_memory
-from rl_async.trainer.profile_request import ProfileRequest, read_request, trace_file
 from rl_async.transfer_queue.client import SyncQueueClient
 
 STAGES: tuple[Stage, ...] = get_args(Stage)
@@ -359,20 +368,9 @@ class EngineLoads:
         return found
 
     async def _observe(self, engines: list[EngineRecord]) -> Observation:
-        loads = await gather_or_cancel(*(self._load(record) for record in engines))
+        loads = await ask_loads([self._connect(record) for record in engines], ANSWER_S)
         answered = {record.engine_id: load for record, load in zip(engines, loads, strict=True) if load is not None}
         return Observation(self._clock(), answered)
-
-    async def _load(self, record: EngineRecord) -> EngineLoad | None:
-        """Return an engine's load, or None if it does not answer in time, which others notice."""
-        client = self._connect(record)
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                return await client.load()
-        except (EngineError, TimeoutError):
-            return None
-        finally:
-            await client.close()
 
 
 def engine_metrics(before: Observation, now: Observation) -> dict[str, float]:

@@ -10,7 +10,7 @@ from rl_async.insight.doctor import launcher_of
 from rl_async.insight.roster import read_roster
 from rl_async.process.kernel import read_stat
 from rl_async.process.role import py_spy
-from rl_async.trainer.profile_request import FOLDER, traces, write_request
+from rl_async.process.run_files import PROFILES_FOLDER, traces, write_request
 
 POLL_S = 0.2
 # py-spy may take this long to attach and to write its file.
@@ -54,8 +54,8 @@ def sample_process(run: Path, name: str, seconds: float) -> Path:
     }
     if name not in here:
         raise UserError(f"--process: no process {name} of {run} runs on this machine; there are {', '.join(here)}")
-    (run / FOLDER).mkdir(exist_ok=True)
-    file = run / FOLDER / f"{name}.speedscope.json"
+    (run / PROFILES_FOLDER).mkdir(exist_ok=True)
+    file = run / PROFILES_FOLDER / f"{name}.speedscope.json"
     command = [tool, "record", "--pid", str(here[name]), "--duration", f"{max(1, round(seconds))}"]
     # Idle threads are sampled too, since some processes mostly wait.
     command += ["--nonblocking", "--idle"]

@@ -6,12 +6,14 @@
     RUN/ranks/RANK.json            the newest heartbeat of each trainer rank
     RUN/progress/NAME.json         how far a process has come with a long piece of work
     RUN/timeline/WRITER.jsonl      which stage each lane entered and when; a stage lasts until the lane's next line
+    RUN/profiles/request.json      what ``rl-async profile`` asks of the trainer ranks, which write traces beside it
 
 The launcher plans the memory (``launcher/plan/memory.py``) and sets it on the engines; trainer ranks compare their
 use with it. Each timeline file has one writing process, and at most two times MOST_BYTES are kept of it.
 """
 
 import os
+import secrets
 import socket
 import threading
 import time
@@ -418,3 +420,47 @@ def who_is_missing(run: Path, mine: int, world: int) -> str:
         f"{beat.phase} of step {beat.step} for {time.time() - beat.since:.0f} s"
         for beat in missing_ranks(beats, mine, states)
     )
+
+
+PROFILES_FOLDER = "profiles"
+
+
+class ProfileRequest(msgspec.Struct, frozen=True):
+    """The newest request, in ``RUN/profiles/request.json``: the next ``steps`` of every rank."""
+
+    id: str
+    steps: int
+
+
+def write_request(run: Path, steps: int) -> None:
+    """Ask all ranks to profile their next ``steps``."""
+    (run / PROFILES_FOLDER).mkdir(exist_ok=True)
+    request = ProfileRequest(secrets.token_hex(8), steps)
+    replace_file(_request_file(run), msgspec.json.encode(request) + b"\n")
+
+
+def read_request(run: Path) -> ProfileRequest | None:
+    """Read the newest request; None if there was none. Raises UserError, naming the file, if it is damaged."""
+    file = _request_file(run)
+    try:
+        with undamaged(file):
+            return msgspec.json.decode(file.read_bytes(), type=ProfileRequest)
+    except FileNotFoundError:
+        return None
+
+
+def trace_file(run: Path, step: int, rank: int) -> Path:
+    """Return where a rank writes the trace of a step, for Perfetto."""
+    return run / PROFILES_FOLDER / f"step-{step:06d}-rank{rank}.json.gz"
+
+
+def traces(run: Path) -> dict[Path, int]:
+    """Return the traces that are there, of all steps and ranks, each with the time when it was written, in ns.
+
+    A resumed run that trains a step again replaces its trace.
+    """
+    return {file: file.stat().st_mtime_ns for file in (run / PROFILES_FOLDER).glob("step-*-rank*.json.gz")}
+
+
+def _request_file(run: Path) -> Path:
+    return run / PROFILES_FOLDER / "request.json"

@@ -17,11 +17,10 @@ from rl_async.insight.tail import last_record
 from rl_async.insight.view.trajectories import row_at
 from rl_async.launcher.plan.memory import read_shape
 from rl_async.model_files import read_object
-from rl_async.process.run_files import read_beats, read_budget, read_progress
+from rl_async.process.run_files import read_beats, read_budget, read_progress, read_request
 from rl_async.recording import trained_file
 from rl_async.trainer.checkpoints import read_state
 from rl_async.trainer.finetune.loop import keep_lines
-from rl_async.trainer.profile_request import read_request
 from rl_async.trainer.records import is_evaluated
 from rl_async.transfer_queue.chat_messages import read_schemas
 

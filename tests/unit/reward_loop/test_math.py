@@ -12,9 +12,10 @@ from rl_async.extraction import extract
 from rl_async.reward_loop.api import Conversation
 from rl_async.reward_loop.scorers.math import score
 
-PAGES = Path(__file__).parents[3].joinpath("docs/reference/math.md").read_text() + Path(__file__).with_name(
-    "math_pairs.md"
-).read_text()
+PAGES = (
+    Path(__file__).parents[3].joinpath("docs/reference/math.md").read_text()
+    + Path(__file__).with_name("math_pairs.md").read_text()
+)
 PAIRS = re.findall(r"^\| `(.+?)` \| `(.+?)` \| (0|1|unscored) \|$", PAGES, re.MULTILINE)
 
 

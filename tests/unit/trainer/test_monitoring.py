@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity
 
 from rl_async.errors import EngineLost, OutOfMemory
 from rl_async.messages import EngineList, EngineRecord, StatusReport, Version
-from rl_async.process.run_files import DeviceBudget, Holder, Phase, Stage
+from rl_async.process.run_files import DeviceBudget, Holder, Phase, Stage, traces, write_request
 from rl_async.rollout_server.api import EngineLoad, EngineTokens
 from rl_async.trainer import monitoring
 from rl_async.trainer.monitoring import (
@@ -30,7 +30,6 @@ from rl_async.trainer.monitoring import (
     engine_metrics,
     exceeds,
 )
-from rl_async.trainer.profile_request import traces, write_request
 
 MIB = 1 << 20
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from rl_async.configs.load import load_config
 from rl_async.launcher.run_folder import create, hold
 from rl_async.launcher.runs.profile import profile_steps
-from rl_async.trainer.profile_request import read_request, trace_file
+from rl_async.process.run_files import read_request, trace_file
 
 
 def test_the_trace_of_a_step_that_was_profiled_before_counts(tmp_path: Path) -> None:
