@@ -145,7 +145,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         )
     solved = config.eval.solved if arguments.solved is None else arguments.solved
     if config.eval.endpoint is not None:
-        from rl_async.launcher.runs.evaluate_endpoint import evaluate_endpoint
+        from rl_async.launcher.runs.evaluate import evaluate_endpoint
 
         return evaluate_endpoint(fetch_held_out(config), config.eval.endpoint, arguments.config, solved, jsonl)
     from rl_async.launcher.runs.evaluate import evaluate

@@ -18,7 +18,7 @@ from rl_async.agent_loop.gateway.server import TRAIN
 from rl_async.configs.load import load_config
 from rl_async.configs.schema.rollout import EndpointConfig
 from rl_async.gateway import Gateway
-from rl_async.launcher.runs.evaluate_endpoint import HeldOutSamples, play
+from rl_async.launcher.runs.evaluate import HeldOutSamples, play
 from tests.contracts.gateway.peers import RunningGateway
 from tests.unit.agent_loop.fakes import leased
 

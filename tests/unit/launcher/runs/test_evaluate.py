@@ -1,6 +1,9 @@
 import asyncio
 import io
 import json
+import os
+import signal
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -11,22 +14,34 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from rl_async.agent_loop.chat_formats.format import TooLong
+from rl_async.agent_loop.endpoint import ATTEMPTS_TO_REACH, Endpoint, MessageLines
+from rl_async.agent_loop.episode import policy_sampling
 from rl_async.configs.checks import check
 from rl_async.configs.load import load_config
-from rl_async.errors import QueueLost, RowsLost
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import EXIT_SIGNAL, EXIT_USER, ConfigError, EngineLost, QueueLost, RowsLost
 from rl_async.insight.recorded_evaluations import read_lines, write_lines
+from rl_async.launcher.cli.__main__ import main
+from rl_async.launcher.run_folder import create
 from rl_async.launcher.runs import evaluate as module
 from rl_async.launcher.runs.evaluate import (
     EVAL_ID,
     EvaluationRun,
     EvaluationTimeout,
+    HeldOutSamples,
+    evaluate_endpoint,
+    play,
     print_report,
     without_training,
 )
-from rl_async.messages import Done, NotReady, Reserved, RowKey, Task, Trajectory, TrajectoryHeader, Turn
+from rl_async.messages import Done, Leased, NotReady, Reserved, RowKey, Task, Trajectory, TrajectoryHeader, Turn
 from rl_async.process.http_auth import make_tokens
 from rl_async.recording import evaluation_file, read_trajectories, write_trajectories
+from rl_async.rollout_server.api import GenerateRequest
 from tests.conftest import make_rows
+from tests.support.ports import free_port
+from tests.unit.reward_loop.outside import Answer, Outside, says
 
 
 def header(group_id: int, reward: float, role: str = "", segment: int = 0) -> TrajectoryHeader:
@@ -316,3 +331,249 @@ async def test_an_evaluation_of_which_all_was_complete_when_a_signal_came_is_who
         await running
     held.tell()
     assert held.kept() == (10, 10, 0)
+
+
+TASK = Task(task_id="t:0", data_source="sums", prompt=[{"role": "user", "content": "what is 2+3?"}], ground_truth="5")
+READY = says("OK")  # to the first request, which no episode sends
+
+
+def calls(*arguments: str, **more: Any) -> Answer:
+    found = [
+        {"id": f"c{number}", "type": "function", "function": {"name": "calculator", "arguments": text}}
+        for number, text in enumerate(arguments)
+    ]
+    return says(None, "tool_calls", tool_calls=found, **more)  # type: ignore[arg-type]
+
+
+def config(it: Outside, *overrides: str) -> RunConfig:
+    endpoint = {"url": f"{it.url}/v1", "model": "m", "backoff_s": 0.01, "attempts": 2}
+    return load_config("calculator", [f"eval.endpoint={json.dumps(endpoint)}", *overrides])
+
+
+async def played(it: Outside, folder: Path, *overrides: str, tasks: int = 1) -> list[Trajectory]:
+    given = config(it, *overrides)
+    assert given.eval.endpoint is not None
+    samples = HeldOutSamples([TASK] * tasks, given)
+    await play(given, given.eval.endpoint, samples, folder / "run")
+    return samples.rows
+
+
+async def started(it: Outside, folder: Path) -> asyncio.subprocess.Process:
+    """Start the command on two tasks, one after the other."""
+    endpoint = ["--endpoint", f"{it.url}/v1", "--model", "m", "--jsonl", "out.jsonl"]
+    overrides = ["eval.tasks=2", "agent.concurrency=1", "queue.max_attempts=1"]
+    command = ["-m", "rl_async.launcher.cli", "eval", "--config", "calculator", *endpoint, *overrides]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])}
+    return await asyncio.create_subprocess_exec(sys.executable, *command, cwd=folder, env=environment)
+
+
+async def test_calls_are_structured_and_their_results_go_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUBJECT_KEY", "sesame")
+    said = calls('{"expression": "2+3"}', reasoning_content="add them")
+    async with Outside(READY, said, says("5")) as it:
+        (row,) = await played(it, tmp_path, "eval.endpoint.api_key_env=SUBJECT_KEY")
+    assert (row.reward, row.scored, row.finish_reason, row.partition) == (1.0, True, "stop", "eval")
+    assert [(turn.role, len(turn.tool_calls)) for turn in row.turns] == [
+        *(("user", 0), ("assistant", 1), ("tool", 0), ("assistant", 0)),
+    ]
+    assert "add them" in row.turns[1].text and row.turns[1].tool_calls[0].result == "5"
+    assert len(row.token_ids) == len(row.logprobs) == 0 and row.header().tokens == 0
+    assert {asked.authorization for asked in it.asked} == {"Bearer sesame"}
+    first, second = it.asked[1].body, it.asked[2].body
+    assert [tool["function"]["name"] for tool in first["tools"]] == ["calculator"]
+    assert (first["temperature"], first["max_tokens"]) == (0.0, 48)
+    sent = {"name": "calculator", "arguments": '{"expression": "2+3"}'}
+    assert second["messages"][1:] == [
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "c0", "type": "function", "function": sent}]},
+        {"role": "tool", "content": "5", "tool_call_id": "c0"},
+    ]
+
+
+async def test_arguments_that_are_no_json_are_a_bad_call_and_are_sent_back_as_json(tmp_path: Path) -> None:
+    async with Outside(READY, calls('{"expression": 2+', "[1]", ""), says("5")) as it:
+        (row,) = await played(it, tmp_path)
+    assert [(call.error, call.problem) for call in row.turns[1].tool_calls[:2]] == [
+        ("bad call", "bad_json"),
+        ("bad call", "bad_arguments"),
+    ]
+    sent = [call["function"]["arguments"] for call in it.asked[-1].body["messages"][1]["tool_calls"]]
+    assert [type(json.loads(text)) for text in sent if text] == [dict, dict]
+
+
+async def test_an_answer_that_was_cut_ends_the_episode(tmp_path: Path) -> None:
+    async with Outside(READY, says("5 and", "length")) as it:
+        (row,) = await played(it, tmp_path)
+    assert (row.finish_reason, row.turns[-1].text, len(it.asked)) == ("length", "5 and", 2)
+
+
+async def test_a_busy_endpoint_is_asked_again(tmp_path: Path) -> None:
+    async with Outside(READY, Answer({"error": "slow down"}, 429, {"Retry-After": "1"}), says("5")) as it:
+        (row,) = await played(it, tmp_path)
+    assert (row.reward, row.timings["generate"] >= 1.0, len(it.asked)) == (1.0, True, 3)
+
+
+@pytest.mark.parametrize("broken", [Answer({}, 500), Answer("<html>"), Answer({"choices": []}), Answer({}, 0)])
+async def test_an_episode_that_fails_is_in_the_results_with_its_error(tmp_path: Path, broken: Answer) -> None:
+    async with Outside(READY, broken) as it:
+        rows = await played(it, tmp_path, "eval.samples=2", "queue.max_attempts=2", tasks=2)
+    assert [(row.group_id, row.sample) for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert all(not row.scored and row.error and row.finish_reason == "error" for row in rows)
+    tries = 2 if broken.status in (500, 0) else 1
+    assert len(it.asked) == 1 + 4 * 2 * tries
+
+
+@pytest.mark.parametrize("refused", [Answer({"error": "key"}, 401), Answer({"error": "model"}, 404), Answer({}, 500)])
+async def test_what_no_request_can_pass_is_told_before_any_episode(tmp_path: Path, refused: Answer) -> None:
+    async with Outside(refused) as it:
+        with pytest.raises(ConfigError, match=r"eval\.endpoint"):
+            await played(it, tmp_path)
+    assert len(it.asked) <= 2 and not (tmp_path / "run").exists()
+
+
+async def test_a_server_that_takes_no_tools_is_told_before_any_episode(tmp_path: Path) -> None:
+    def without_tools(body: dict[str, Any]) -> Answer:
+        return Answer({"error": "tools need --enable-auto-tool-choice"}, 400) if body.get("tools") else says("5")
+
+    async with Outside(without_tools) as it:
+        with pytest.raises(ConfigError):
+            await played(it, tmp_path)
+    assert len(it.asked) == 1 and not (tmp_path / "run").exists()
+
+
+async def test_an_evaluation_without_any_score_fails_and_keeps_its_errors(tmp_path: Path) -> None:
+    async with Outside(READY, Answer({"error": "no"}, 400)) as it:
+        command = await started(it, tmp_path)
+        async with asyncio.timeout(60):
+            assert await command.wait() == 1
+    lines = read_lines(tmp_path / "out.jsonl")
+    assert len(lines) == 2 and all(line.error and not line.scored for line in lines)
+
+
+async def test_a_url_where_nobody_listens_is_told_at_once_and_tried_a_few_times(tmp_path: Path) -> None:
+    endpoint = {"url": f"http://127.0.0.1:{free_port()}/v1", "model": "m", "backoff_s": 0.001, "attempts": 50}
+    given = load_config("calculator", [f"eval.endpoint={json.dumps(endpoint)}"])
+    assert given.eval.endpoint is not None
+    told: list[str] = []
+    with pytest.raises(ConfigError, match=rf"attempt {ATTEMPTS_TO_REACH} of {ATTEMPTS_TO_REACH}"):
+        await play(given, given.eval.endpoint, HeldOutSamples([TASK], given), tmp_path / "run", told.append)
+    assert len(told) == 1 and endpoint["url"] in told[0] and "\n" not in told[0]
+
+
+async def test_an_endpoint_that_answered_once_is_tried_as_often_as_configured(tmp_path: Path) -> None:
+    endpoint = {"model": "m", "backoff_s": 0.001, "attempts": ATTEMPTS_TO_REACH + 2}
+    async with Outside(READY) as it:
+        given = load_config("calculator", [f"eval.endpoint={json.dumps({'url': f'{it.url}/v1', **endpoint})}"])
+        assert given.eval.endpoint is not None
+        subject = Endpoint(given.eval.endpoint)
+        request = GenerateRequest(
+            request_id="r",
+            token_ids=MessageLines().prompt(TASK.prompt),
+            sampling=policy_sampling(given, "eval"),
+            max_tokens=9,
+            stop_token_ids=[],
+        )
+        await subject.generate(request, session="s")
+    with pytest.raises(EngineLost, match=f"of {ATTEMPTS_TO_REACH + 2}"):
+        await subject.generate(request, session="s")
+    await subject.close()
+
+
+async def test_a_silent_endpoint_has_a_deadline(tmp_path: Path) -> None:
+    async with Outside(Answer(None)) as it:
+        with pytest.raises(ConfigError, match=r"eval\.endpoint\.timeout_s"):
+            await played(it, tmp_path, "eval.endpoint.timeout_s=0.1")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+async def test_what_was_played_before_an_interruption_is_kept(tmp_path: Path, number: signal.Signals) -> None:
+    async with Outside(READY, says("5"), Answer(None)) as it:
+        command = await started(it, tmp_path)
+        try:
+            async with asyncio.timeout(60):
+                while len(it.asked) < 3:
+                    assert command.returncode is None
+                    await asyncio.sleep(0.05)
+                command.send_signal(number)
+                assert await command.wait() == EXIT_SIGNAL + number
+        finally:
+            if command.returncode is None:
+                command.kill()
+                await command.wait()
+    (line,) = read_lines(tmp_path / "out.jsonl")
+    assert (line.answer, line.scored) == ("5", True)
+    (run,) = (tmp_path / "runs").iterdir()
+    (row,) = read_trajectories(evaluation_file(run, EVAL_ID, whole=False))
+    assert row.turns[-1].text == "5"
+
+
+@pytest.mark.parametrize("done", [1, 2])
+def test_what_was_played_before_an_error_is_kept_and_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], done: int
+) -> None:
+    async def broken(config: RunConfig, _endpoint: Any, samples: HeldOutSamples, folder: Path, _tell: Any) -> None:
+        create(config, folder)
+        for group in range(done):
+            await samples.fail(group, 0, 0, "no answer")
+        raise QueueLost("broken")
+
+    monkeypatch.setattr(module, "play", broken)
+    monkeypatch.setattr(module, "prepare_data", lambda *_: None)
+    monkeypatch.setattr(module, "held_out_tasks", lambda _: [TASK, TASK])
+    place = [f"launcher.run_dir={tmp_path}", "queue.max_attempts=1", "eval.endpoint={url: http://x/v1, model: m}"]
+    given = load_config("calculator", place)
+    assert given.eval.endpoint is not None
+    with pytest.raises(QueueLost):
+        evaluate_endpoint(given, given.eval.endpoint, "calculator", 1.0, tmp_path / "out.jsonl")
+    said = capsys.readouterr().out
+    assert "avg@k" in said and ("1 of 2" in said) == (done == 1)
+    (run,) = tmp_path.glob("eval-*")
+    assert len(read_trajectories(evaluation_file(run, EVAL_ID, whole=done == 2))) == done
+    assert len(read_lines(tmp_path / "out.jsonl")) == done
+
+
+async def test_a_lease_is_for_as_many_tasks_as_can_be_played_at_once(tmp_path: Path) -> None:
+    asked = []
+
+    class Counting(HeldOutSamples):
+        async def lease(self, max_groups: int, wait_s: float) -> Leased:
+            asked.append(max_groups)
+            return await super().lease(max_groups, wait_s)
+
+    async with Outside(READY, says("5")) as it:
+        given = config(it, "agent.concurrency=4", "rollout.group_size=4")
+        assert given.eval.endpoint is not None
+        await play(given, given.eval.endpoint, Counting([TASK] * 4, given), tmp_path / "run")
+    assert asked[0] == 4
+
+
+def test_options_that_need_another_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for options in (("--endpoint", "http://127.0.0.1:9/v1"), ("--model", "m")):
+        with pytest.raises(SystemExit) as ended:
+            main(["eval", "--config", "calculator", *options])
+        assert ended.value.code == 2
+    assert "--model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["missing/out.jsonl", "."])
+def test_a_place_where_no_lines_can_be_written_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for subject in (["model.path=none"], ["--endpoint", "http://127.0.0.1:9/v1", "--model", "m"]):
+        assert main(["eval", "--config", "calculator", *subject, "--jsonl", place]) == EXIT_USER
+        assert "--jsonl" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_training_run_takes_no_endpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = [f"launcher.run_dir={tmp_path}", "eval.endpoint={url: http://127.0.0.1:9/v1, model: m}"]
+    assert main(["launch", "--config", "calculator", "--dry-run", *place]) == 2
+    assert "eval.endpoint" in capsys.readouterr().err
+
+
+def test_a_conversation_is_as_long_as_its_bytes() -> None:
+    chat, messages = MessageLines(), [{"role": "user", "content": "é"}]
+    length = len(chat.prompt(messages))
+    assert length == len('[]\n{"role":"user","content":"é"}\n'.encode())
+    with pytest.raises(TooLong):
+        chat.prompt(messages, limit=length)
