@@ -11,7 +11,7 @@ import msgspec
 from rl_async.configs.derived import eval_parts, label_of, parts
 from rl_async.configs.schema.data import DataSource
 from rl_async.configs.schema.run import RunConfig
-from rl_async.launcher.plan.tool_schemas import schemas_of
+from rl_async.launcher.plan.trials import schemas_of
 from rl_async.launcher.runs.rehearsal import load_chat
 from rl_async.launcher.sources import data_files
 from rl_async.messages import Task

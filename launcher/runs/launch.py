@@ -40,7 +40,7 @@ from rl_async.launcher.plan.machine import MachineRecord, check_engines, plan_he
 from rl_async.launcher.plan.memory import STAGES, model_size
 from rl_async.launcher.plan.outputs import checkpoint_bytes
 from rl_async.launcher.plan.planning import Plan, assign_ports, endpoints
-from rl_async.launcher.plan.tool_schemas import write_tool_schemas
+from rl_async.launcher.plan.trials import write_tool_schemas
 from rl_async.launcher.run_folder import (
     begun,
     clear_unused,

@@ -18,8 +18,7 @@ from rl_async.configs.schema.data import DataSource
 from rl_async.configs.schema.reward import RewardTerm
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_USER, ConfigError, DataError, RlAsyncError
-from rl_async.launcher.plan.tool_schemas import schemas_of
-from rl_async.launcher.plan.user_code import run_apart
+from rl_async.launcher.plan.trials import run_apart, schemas_of
 from rl_async.messages import Task
 from rl_async.userload import is_user_reference
 

@@ -15,7 +15,7 @@ from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.configs.load import dump, load_config
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_SIGNAL, ConfigError
-from rl_async.launcher.plan.environments import try_environment
+from rl_async.launcher.plan.trials import try_environment
 from rl_async.process.http_auth import make_tokens
 from tests.contracts.gateway.peers import RunningGateway
 from tests.unit.agent_loop.fakes import leased

@@ -9,7 +9,7 @@ import pytest
 from rl_async.configs.load import load_config
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
-from rl_async.launcher.plan.environments import try_environment
+from rl_async.launcher.plan.trials import try_environment
 
 WORLD = """
 from pathlib import Path

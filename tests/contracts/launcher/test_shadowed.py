@@ -9,9 +9,7 @@ import pytest
 
 from rl_async.configs.load import load_config
 from rl_async.errors import ConfigError
-from rl_async.launcher.plan.environments import try_environment
-from rl_async.launcher.plan.tool_schemas import write_tool_schemas
-from rl_async.launcher.plan.user_code import check_user_code
+from rl_async.launcher.plan.trials import check_user_code, try_environment, write_tool_schemas
 from rl_async.process import role as own_python
 from rl_async.process.role import own_module
 from rl_async.reward_loop.api import Conversation

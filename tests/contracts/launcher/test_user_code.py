@@ -8,7 +8,7 @@ import pytest
 from rl_async.configs.load import load_config
 from rl_async.errors import ConfigError
 from rl_async.launcher.cli.__main__ import main
-from rl_async.launcher.plan.user_code import check_user_code
+from rl_async.launcher.plan.trials import check_user_code
 
 MINE = """
 import sys

@@ -19,7 +19,7 @@ from rl_async.agent_loop.tools.tool_registry import connect_servers
 from rl_async.agent_loop.toy_tasks import tool_call
 from rl_async.configs.schema.rollout import AgentConfig, McpServerConfig
 from rl_async.errors import ConfigError
-from rl_async.launcher.plan.mcp_servers import try_mcp_servers
+from rl_async.launcher.plan.trials import try_mcp_servers
 from rl_async.launcher.runs.tiny_model import mean_reward
 from rl_async.rollout_server.embedded.engine_thread import LocalEngine
 from tests.unit.agent_loop.conftest import demos

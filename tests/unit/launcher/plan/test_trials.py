@@ -7,7 +7,7 @@ import pytest
 
 from rl_async.configs.load import load_config
 from rl_async.errors import ConfigError
-from rl_async.launcher.plan.tool_schemas import write_tool_schemas
+from rl_async.launcher.plan.trials import write_tool_schemas
 from rl_async.transfer_queue.chat_messages import read_schemas
 
 
