@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from rl_async.configs.base import Config, Count, Fraction, Positive, doc
+from rl_async.configs.schema import Config, Count, Fraction, Positive, doc
 from rl_async.configs.schema.formulas import (
     ADVANTAGES,
     LOSSES,

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from rl_async.configs.base import Config, Count, Fraction, Positive, doc
+from rl_async.configs.schema import Config, Count, Fraction, Positive, doc
 from rl_async.extraction import Extraction
 
 Above = Annotated[float, Meta(gt=0)]

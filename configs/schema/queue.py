@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from rl_async.configs.base import Config, Count, Positive, Seconds, doc
+from rl_async.configs.schema import Config, Count, Positive, Seconds, doc
 
 
 class SqliteConfig(Config, frozen=True):

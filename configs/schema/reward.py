@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from rl_async.configs.base import Config, Count, Positive, Seconds, doc
+from rl_async.configs.schema import Config, Count, Positive, Seconds, doc
 from rl_async.extraction import Extraction
 
 

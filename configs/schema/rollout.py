@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import Meta
 
-from rl_async.configs.base import Config, Count, Positive, Seconds, doc
 from rl_async.configs.engines import EngineKind
+from rl_async.configs.schema import Config, Count, Positive, Seconds, doc
 
 # The formats of the package renderers. `auto` tries them in this order, and takes the first of those that print alike.
 LibraryName = Literal[

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from rl_async.configs.base import Config, Count, Fraction, Positive, Seconds, doc
+from rl_async.configs.schema import Config, Count, Fraction, Positive, Seconds, doc
 from rl_async.configs.schema.algorithm import AlgorithmConfig, CriticConfig
 from rl_async.configs.schema.data import DataConfig, FinetuneConfig, ModelConfig, WarmStartConfig
 from rl_async.configs.schema.queue import QueueConfig

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from rl_async.configs.base import Config, Count, Fraction, Positive, Seconds, doc
+from rl_async.configs.schema import Config, Count, Fraction, Positive, Seconds, doc
 
 
 class LoraConfig(Config, frozen=True):
