@@ -56,9 +56,8 @@ from rl_async.insight.live_roles import (
     progress_text,
     role_rows,
 )
-from rl_async.insight.log_warnings import LogWarnings
 from rl_async.insight.roster import ProcessState
-from rl_async.insight.tail import LineTail, Record, record_of
+from rl_async.insight.tail import LineTail, LogWarnings, Record, record_of
 from rl_async.insight.terminal import printable
 from rl_async.messages import EngineList, Inspection, StatusReport
 from rl_async.process.http_auth import run_token
