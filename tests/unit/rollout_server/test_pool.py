@@ -11,7 +11,7 @@ from rl_async.errors import EngineLost, EngineRejected
 from rl_async.messages import EngineList, EngineRecord, Sampling, Version, VersionRun
 from rl_async.rollout_server import pool as pool_module
 from rl_async.rollout_server.api import EngineLoad, GenerateRequest, GenerateResult, Image
-from rl_async.rollout_server.pool import CANDIDATES, EVIDENCE, EnginePool, PoolMember, Router
+from rl_async.rollout_server.pool import CANDIDATES, EVIDENCE, LATE_S, EnginePool, PoolMember, Router
 
 pytestmark = pytest.mark.usefixtures("simulated_time")
 
@@ -468,3 +468,14 @@ async def test_a_withdrawn_engine_gets_no_traffic_until_it_is_back_and_its_reque
     engines["lent"].hold.set()
     pool.update(registry(3, lent=V1))
     assert (await pool.generate(request(), session="t")).engine == "lent", "at once, without the pause after a failure"
+
+
+async def test_a_token_that_came_while_this_process_was_held_up_is_in_time() -> None:
+    pool, engines = make_pool(timeout_s=0.3, a=lambda r: result(3, V1))
+    pool.update(registry(a=V1))
+    engines["a"].hold.clear()
+    asking = asyncio.create_task(pool.generate(request(), session="s"))
+    await engines["a"].asked.wait()
+    asyncio.get_running_loop().call_later(0.1, engines["a"].hold.set)
+    time.sleep(0.4 + LATE_S)  # noqa: ASYNC251  the process is to stand still
+    assert len((await asking).token_ids) == 3
