@@ -142,12 +142,10 @@ def _evaluate(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     solved = config.eval.solved if arguments.solved is None else arguments.solved
+    from rl_async.launcher.runs.evaluate import evaluate, evaluate_endpoint
+
     if config.eval.endpoint is not None:
-        from rl_async.launcher.runs.evaluate import evaluate_endpoint
-
         return evaluate_endpoint(fetch_held_out(config), config.eval.endpoint, arguments.config, solved, jsonl)
-    from rl_async.launcher.runs.evaluate import evaluate
-
     return evaluate(fetch_sources(config), arguments.config, solved, jsonl)
 
 
