@@ -5,8 +5,8 @@
 
 What a rehearsal measures means nothing.
 
-``docs/reference/gpu.md`` says of each item what it prints, what others report, and what to do if it fails. An item that
-fails does not keep the others from running; the exit code is 1 if one did.
+``docs/reference/gpu.md`` says what each item measures. One that fails prints what to try, and does not keep the others
+from running; the exit code is 1 if one did.
 """
 
 import argparse
@@ -128,6 +128,39 @@ ITEMS = {
     ),
 }
 
+# What to do about an item that failed.
+HINTS = {
+    "tests": "The failing test names the part. Out of memory: see nvidia-smi",
+    "one device": (
+        "Not one layer fits: give --layers 1. A low MFU with a step_vs_matmul near it: the device is throttled or "
+        "shared; far below it: rl-async profile"
+    ),
+    "loading": "Run with --ranks 1; if the peak stays, compare anonymous, not resident",
+    "separate devices": (
+        "An engine does not start: its log. A publication hangs: if weight_sync.transport=gloo works, set "
+        "NCCL_DEBUG=INFO and NCCL_SOCKET_IFNAME"
+    ),
+    "shared devices": (
+        "Out of memory on waking: smaller rollout.max_batch_size, or trainer.cpu_offload=true; while weights are "
+        "copied: weight_sync.transport=disk"
+    ),
+    "audit": "Keep the run's folder",
+    "tensor parallel": (
+        "Engines do not answer as the trainer computes: if weight_sync.transport=disk agrees, the slices are wrong"
+    ),
+    "pipeline parallel": (
+        "Engines do not answer as the trainer computes: if weight_sync.transport=disk agrees, the slices are wrong"
+    ),
+    "megatron": "See logs/trainer-0.log, and try trainer.tensor_parallel=1, then trainer.backend=fsdp2",
+    "experts": (
+        "vLLM refuses --enable-return-routed-experts: trainer.router_replay=never. A router/agreement far below "
+        "0.9: records and tokens are shifted"
+    ),
+    "fp8": "The GPU is older than compute capability 8.9: use int8",
+    "int8": "vLLM's kernel (Selected ... for Int8Linear in the log) refuses the GPU: use fp8",
+    "ray": "ray start --head first; ray status names a bundle that waits for ever",
+}
+
 
 def run(item: Item, folder: Path, *, rehearse: bool) -> tuple[int | None, float]:
     """The exit code, None if the time was over, and seconds."""
@@ -162,6 +195,8 @@ def main() -> int:
     for name, result in found.items():
         state = {0: "passed", None: "ended after its time"}.get(result["exit_code"], "FAILED")
         print(f"{name:20}{state} after {result['seconds']:.0f} s")
+        if result["exit_code"] != 0:
+            print(f"    {HINTS[name]}")
     return int(any(result["exit_code"] != 0 for result in found.values()))
 
 
