@@ -280,4 +280,4 @@ def _outcome(form: Form) -> str:
     if form.refused:
         return f"refused: {form.refused}"
     shown = form.value if isinstance(form.value, str) else json.dumps(form.value, ensure_ascii=False)
-    return f"`{shown}`"
+    return f"`{shown}`" if len(shown) < 130 else "read, with calls"

@@ -24,7 +24,7 @@ from rl_async.weight_sync.experts import STACKED_FOR_ENGINES, single
 from tests.support.families import PADDED, config_of
 
 PAGE = Path(__file__).parents[2] / "docs/reference/models.md"
-HEAD = "| model type | rows | prefixes shared | rows shared | router replay | embedded | Megatron | vLLM |"
+HEAD = "| model type | rows | router replay | embedded | Megatron | vLLM |"
 KINDS = sorted(FAMILIES.keys() | PADDED.keys())
 
 
@@ -34,11 +34,11 @@ def table(vllm: Mapping[str, str]) -> list[str]:
     for kind in KINDS:
         config = config_of(kind)
         replay = "-" if not experts_of(config) else _yes(kind in REPLAYED)
+        shared = why_prefixes_apart(config, "cpu", TrainerConfig()) is None
+        assert shared == (why_not_shared(config, 2) is None), "the page has one word for both"
         cells = [
             kind,
-            "packed" if why_padded(config) is None else "padded",
-            _yes(why_prefixes_apart(config, "cpu", TrainerConfig()) is None),
-            _yes(why_not_shared(config, 2) is None),
+            "padded" if why_padded(config) is not None else "packed, shared" if shared else "packed",
             replay,
             _yes(kind in SERVED),
             _yes(kind in MEGATRON_FAMILIES),
