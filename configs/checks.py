@@ -407,7 +407,8 @@ def curriculum(c: RunConfig) -> str | None:
 
 def make(c: RunConfig) -> str | None:
     if c.data.make and not isinstance(c.data.path, str):
-        return f"data.make={c.data.make} writes one file, and data.path lists several; set data.make=null for data of yours"
+        several = "and data.path lists several; set data.make=null for data of yours"
+        return f"data.make={c.data.make} writes one file, {several}"
     return None
 
 

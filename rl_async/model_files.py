@@ -55,7 +55,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     """
     try:
         with safe_open(file, "numpy") as stored:
-            slices = {name: stored.get_slice(name) for name in stored.keys()}
+            slices = {name: stored.get_slice(name) for name in sorted(stored.keys())}
             return {name: StoredTensor(part.get_dtype(), part.get_shape()) for name, part in slices.items()}
     except SafetensorError as error:
         raise ValueError(f"{file} is damaged, or no safetensors file: {error}") from error

@@ -4,8 +4,8 @@ A box is a hyper-rectangle of a whole tensor under its Hugging Face name, even i
 or fuses it with others. A rank may hold several boxes of a tensor, and several ranks the same one (a replica). Source
 and target of a transfer number their ranks in one process group, so that a rank that is in both is recognised.
 
-``fsdp2`` cuts rows or experts. ``megatron`` and ``engine`` cut Llama, Qwen2, Qwen3 and Qwen3-MoE by tensor names, as Megatron-Core
-and as vLLM do (``QKVParallelLinear``, ``MergedColumnParallelLinear``, ``RowParallelLinear``,
+``fsdp2`` cuts rows or experts. ``megatron`` and ``engine`` cut Llama, Qwen2, Qwen3 and Qwen3-MoE by tensor names, as
+Megatron-Core and as vLLM do (``QKVParallelLinear``, ``MergedColumnParallelLinear``, ``RowParallelLinear``,
 ``VocabParallelEmbedding``, ``determine_expert_map``). Rows that pad a vocabulary are not weights, so no box holds them.
 To add a model family, add its tensors' names to ``KINDS``.
 """
