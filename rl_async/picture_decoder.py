@@ -117,8 +117,8 @@ class Decoder:
         if self._program is None:
             mine, its = socket.socketpair()
             with its:
-                command = [sys.executable, "-m", "rl_async.picture_decoder"]
-                self._program = subprocess.Popen(command, stdin=its, stdout=subprocess.DEVNULL), mine
+                command = [sys.executable, "-P", "-m", "rl_async.picture_decoder"]
+                self._program = subprocess.Popen(command, stdin=its.fileno(), stdout=subprocess.DEVNULL), mine
             try:
                 _receive(mine, 1, time.monotonic() + START_S)
             except (TimeoutError, ConnectionError, EOFError):

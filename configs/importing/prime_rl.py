@@ -42,6 +42,7 @@ KEYS = (
     Key("monitors.wandb.project", "tracking.project"),
     Key("wandb.project", "tracking.project"),
 )
+ADAM_KEYS = (Key(f"{OPTIMIZER}.betas2", "trainer.beta2", 0.999),)
 # No gradient has a norm like this.
 UNCLIPPED = 1e9
 _ENGINE = "an engine's own settings; rollout.engine_args passes flags on"
@@ -159,7 +160,7 @@ def _optimizer(t: Translation) -> None:
     name = t.take(f"{OPTIMIZER}.type", "adamw")
     if name == "adamw":
         t.only(f"{OPTIMIZER}.betas1", 0.9)
-        t.translate([Key(f"{OPTIMIZER}.betas2", "trainer.beta2", 0.999)])
+        t.translate(ADAM_KEYS)
     else:
         t.notes.append(
             f"{OPTIMIZER}.type={name}: the optimizer here is AdamW, with another best learning rate than "

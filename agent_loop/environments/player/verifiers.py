@@ -249,7 +249,7 @@ def load(name: str, options: Mapping[str, Any]) -> vf.Env:
 def task_of(environments: Mapping[str, vf.Env], extra: Mapping[str, Any]) -> tuple[vf.Env, vf.Task]:
     """Make the task that a row holds, and find its environment. Raises UserError for a row that holds none."""
     name = next(iter(environments)) if len(environments) == 1 else extra.get("environment")
-    if name not in environments:
+    if not isinstance(name, str) or name not in environments:
         raise UserError(
             f"data: extra_info.environment is {name!r}, and agent.environment names {', '.join(environments)}"
         )
