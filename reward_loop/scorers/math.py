@@ -18,6 +18,7 @@ from rl_async.extraction import answer_tag, boxed
 from rl_async.reward_loop.api import Conversation
 from rl_async.reward_loop.scorers.math_expressions import (
     CLOSING,
+    FUNCTIONS,
     GREEK,
     OPENING,
     Token,
@@ -190,7 +191,9 @@ def _text(match: re.Match[str]) -> str:
     if command.startswith("operatorname") and inner.isalpha():
         return f"\\{inner} "
     variable = len(inner) == 1 and command in ("mathbf", "mathit", "mathcal", "boldsymbol", "bm")
-    return f"\\text{{{inner}}}" if _WORDS.fullmatch(inner) and not variable else f" {inner} "
+    # Words that are joined make a list, as they do outside a text.
+    marked = _WORDS.fullmatch(inner) and not variable and not re.search(r" (?:and|or) ", inner)
+    return f"\\text{{{inner}}}" if marked else f" {inner} "
 
 
 _RULES: Sequence[tuple[str, str | Callable[[re.Match[str]], str]]] = (
@@ -207,6 +210,11 @@ _RULES: Sequence[tuple[str, str | Callable[[re.Match[str]], str]]] = (
     (_TEXT, _text),
     (r"\\(?:[dtcs]|nice)(frac|binom)(?![a-z])", r"\\\1"),
     (r"\^\s*(?:\\prime(?![a-z])|\{\s*\\prime\s*\})", "'"),
+    # A fraction of units.
+    (
+        r"\\frac\s*\{\s*\\text\{(\w+)\}\s*\}\s*\{\s*\\text\{(\w+)\}\s*(\^\s*\{?[23]\}?)?\s*\}",
+        r"\\text{\1}/\2\3",
+    ),
     # Separators of thousands that no list has, then spaces.
     (r"(\d)\s*(?:\{,\}|\\!,|,\s*\\!|\\,)\s*(?=\d{3}(?!\d))", r"\1"),
     (r"(?<!\\)\\!", ""),
@@ -217,6 +225,9 @@ _RULES: Sequence[tuple[str, str | Callable[[re.Match[str]], str]]] = (
     (r"\b([ap])\.\s?m\b\.?", r"\1m"),
     (" +", " "),
     (r"\{([^{}]*)\\over(?![a-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
+    # The word before the letter of a choice, and matrices as arrays in brackets.
+    (r"^(\\text\{)?(?:option|Option|choice|Choice) (?=\(?[A-J]\)?(?:[.:)} ]|$))", r"\1"),
+    (r"\(\s*\\begin\{array\}\s*\{[lcr| ]*\}(.*?)\\end\{array\}\s*\)", r"\\begin{pmatrix}\1\\end{pmatrix}"),
     # A period at the end, but no ellipsis, and the first half of a space whose second half was stripped.
     (r"^ |(?: |(?<![\\.])\.|(?<!\\)\\)+$", ""),
     (r"""^(["'])(.+)\1$""", r"\2"),
@@ -357,10 +368,13 @@ def same(truth: Form, answer: Form) -> bool:
 
 
 def _same_named(truth: Form, answer: Form) -> bool:
-    if isinstance(truth, Relation) and isinstance(answer, Named):
-        # The equation of a curve, solved for a variable.
-        difference = answer.difference
-        return difference is not None and _same_relation(truth, Relation(("=",), (difference,)))
+    if isinstance(truth, Relation) or isinstance(answer, Relation):
+        # The equation of a curve, solved for a variable on one side.
+        one, other = (
+            Relation(("=",), (side.difference,)) if isinstance(side, Named) and side.difference is not None else side
+            for side in (truth, answer)
+        )
+        return isinstance(one, Relation) and isinstance(other, Relation) and _same_relation(one, other)
     one, other = _by_name(truth), _by_name(answer)
     if one is not None and other is not None:
         return _same_parts(one, other)
@@ -638,6 +652,8 @@ def _bracketed(part: Sequence[Token], depth: int) -> Form | None:
     opening, closing = part[0].kind, part[-1].kind
     if opening not in ("(", "[", "{", "\\{", "\\langle") or closing not in CLOSING or len(_outside(part)) > 2:
         return None
+    if opening == "\\{" and (allowed := _allowed(part[1:-1], depth)) is not None:
+        return allowed
     pieces, _ = _split(part[1:-1], (",", ";"))
     kind = {"\\{": "{", "\\langle": "("}.get(opening, opening) + {"\\}": "}", "\\rangle": ")"}.get(closing, closing)
     if kind not in (*_INTERVALS, "{}"):
@@ -650,6 +666,22 @@ def _bracketed(part: Sequence[Token], depth: int) -> Form | None:
         raise Unreadable("has an interval without two ends")
     forms = _forms(pieces, depth)
     return Many(kind, _flat(forms) if kind == "{}" else tuple(forms))
+
+
+def _allowed(inner: Sequence[Token], depth: int) -> Form | None:
+    r"""Return the values that the condition of a set allows, as in \{x \mid x > 2\}; None for other sets."""
+    at = 3 if [token.kind for token in inner[1:3]] == ["\\in", "\\bbR"] else 1
+    if len(inner) <= at or inner[0].kind != "word" or inner[at].kind not in ("|", "\\mid", "\\vert", ":"):
+        return None
+    found = _form(inner[at + 1 :], depth + 1)
+    if isinstance(found, Named) and found.name == inner[0].text:
+        value = found.value
+        if isinstance(value, Many) and value.kind in (OPEN, "∪", *_INTERVALS):
+            return value
+        parts = value.parts if isinstance(value, Many) and value.kind == "" else (value,)
+        if not any(isinstance(part, Many) for part in parts):
+            return Many("{}", parts)
+    raise Unreadable("has a set whose condition is not understood")
 
 
 def _matrix(part: Sequence[Token], depth: int) -> Form:
@@ -738,11 +770,12 @@ def _interval(form: Form) -> Form:
     return Many(OPEN, form.parts) if isinstance(form, Many) and form.kind == "()" and len(form.parts) == 2 else form
 
 
-# x, x_1, f(x), f^{-1}(x), P(A), AB, |AB|, \overline{AB}, \angle A, (x, y), a Greek letter, words.
+# x, x_1, f(x), f^{-1}(x), P(A), P(A|B), E[X], AB, |AB|, \overline{AB}, \angle A, (x, y), a Greek letter, \sin A, words.
 _NAME = re.compile(
     r"(?:m?\\angle|\\triangle)?(?:[A-Z]{3}|[A-Za-z]'*(?:_(?:\w|\{[\w,+-]+\}))?(?:\^(?:-1|\{-1\}))?(?:\(-?[A-Za-z0-9,]+\))?)"
-    r"|\|[A-Z]\||\|?[A-Z]{2,3}\|?|\\overline\{[A-Z]{2}\}|[A-Za-z ]{3,}|\([A-Za-z](?:,[A-Za-z])+\)"
-    rf"|{GREEK.pattern}(?:_(?:\w|\{{\w+\}}))?"
+    r"|\|[A-Zz]\||\|?[A-Z]{2,3}\|?|\\overline\{[A-Z]{2}\}|[A-Za-z ]{3,}|\([A-Za-z](?:,[A-Za-z])+\)"
+    r"|(?:\\bb)?E\[[A-Z]\]|(?:\\bb)?P\([A-Z](?:[=|]|\\cup|\\cap)[A-Z0-9]\)|\\(?:sin|cos|tan|cot)[A-Z]"
+    rf"|(?:\\(?:sin|cos|tan|cot))?{GREEK.pattern}(?:_(?:\w|\{{\w+\}}))?"
 )
 
 
@@ -759,7 +792,7 @@ def _equation(sides: list[list[Token]], depth: int) -> Form:
     """Return a value with its name, the value of equal numbers, or an equation."""
     if _name(sides[0]) is None and _name(sides[-1]) is not None:
         sides = sides[::-1]
-    names = list[str]()
+    names, first = list[str](), sides[0]
     while len(sides) > 1 and (name := _name(sides[0])) is not None:
         names.append(name)
         sides = sides[1:]
@@ -773,7 +806,9 @@ def _equation(sides: list[list[Token]], depth: int) -> Form:
         return value
     curve = isinstance(value, Quantity) and len(sides) == len(names) == len(names[0]) == 1 and value.value.variables
     if not curve:
-        return Named("=".join(names), value)
+        # The sine of a letter is a name, and an expression as well.
+        expression = len(names) == 1 and first[0].kind in (*FUNCTIONS, "|") and isinstance(value, Quantity)
+        return Named("=".join(names), value, _difference(first, sides[0]) if expression else None)
     if names[0] in curve:
         return Relation(("=",), _differences([[Token("word", names[0])], sides[0]]))
     return Named(names[0], value, _difference([Token("word", names[0])], sides[0]))
@@ -872,6 +907,8 @@ _FORMULA = re.compile(
 _JOINING = re.compile(r"(?:[\s,;]|and|or)*")
 _BOLD = re.compile(r"(?<![\w*)\]}^])(\*\*|__|`)(?!\s|\1)([^*`\n]{1,200}?)(?<!\s)\1(?![\w*(])")
 _MARKED = re.compile(r"\b(?:answer|option|choice)\s*(?:(?:is|=|:)(?!\w)\s*)+(?P<answer>[^\s:=][^\n]*)", re.IGNORECASE)
+# Words at the beginning of a sentence that say nothing of its formula.
+_THEREFORE = re.compile(r"(?:therefore|thus|hence|so|then|finally)(?:,\s*|\s+)(?=\S)", re.IGNORECASE)
 _HASHES = re.compile(r"^[ \t]*####[ \t]*(\S.*)$", re.MULTILINE)
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _SENTENCE = re.compile(r"\s*[A-Z][a-z]+\b")
@@ -928,6 +965,8 @@ def _marked(text: str) -> str:
     if marked := list(_MARKED.finditer(text)):
         text = marked[-1]["answer"]
     text = text.strip().removesuffix(".")
+    if begun := _THEREFORE.match(text):
+        text = text[begun.end() :]
     formulas_alone = _JOINING.fullmatch(_FORMULA.sub("", text))
     return _FORMULA.sub(lambda formula: f" {_content(formula)} ", text).strip() if formulas_alone else text
 

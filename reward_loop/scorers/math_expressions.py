@@ -553,6 +553,11 @@ class _Reader:
             name += "'"
         if self._take("_"):
             name += "_" + self._subscript()
+        if (number := name[2:]).isdigit() and name[:2] in ("C_", "A_") and int(number) > 2 and self._take("^"):
+            # The combinations, or the arrangements, of so many things, as they are written in Chinese.
+            of, chosen = Fraction(int(number)), self._exponent()
+            ways = binomial(of, chosen)
+            return self._checked(ways if name[0] == "C" else multiply(ways, factorial(chosen)))
         if name == "e":
             return +MP.e
         if name == "i":
