@@ -284,6 +284,8 @@ class _Concurrent:
             await receiving
 
 
+# The scorers that refuse a ground truth that they cannot read.
+JUDGES_TRUTH = ("exact_answer", "math", CODE_SCORER)
 # The file in the run folder that holds the judge's verdicts.
 VERDICTS_FILE = "verdicts.sqlite"
 # Seconds between two lines about episodes that are not scored.
@@ -377,7 +379,8 @@ class RewardService:
         return self._read(row[last.start : last.end], row[: last.start])
 
     async def _extracted(self, spec: ScorerSpec, term: RewardTerm, conversation: Conversation) -> Score | str:
-        """Score the part of the last turn that the term extracts. Without such a part, return 0 and skip the scorer.
+        """Score the part of the last turn that the term extracts. Without such a part, return 0, and skip the scorer
+        unless it may refuse the ground truth, which no answer can change.
 
         Whether something was found is recorded beside the score.
         """
@@ -389,6 +392,10 @@ class RewardService:
         except TimeoutError as error:
             return describe(error)
         if found is None:
+            if term.name in JUDGES_TRUTH:
+                outcome = await self._term(spec, msgspec.structs.replace(conversation, solution_str=""))
+                if isinstance(outcome, str):
+                    return outcome
             return Score(0.0, {"extracted": 0.0}, "nothing was extracted from the answer")
         outcome = await self._term(spec, msgspec.structs.replace(conversation, solution_str=found))
         if isinstance(outcome, str):
@@ -461,8 +468,8 @@ def seen_by(term: RewardTerm, conversation: Conversation) -> str:
 def as_conversation(task: Task, trajectory: Trajectory, read: tuple[str, str] | None = None) -> Conversation:
     """Convert an episode for scorers.
 
-    ``read`` is the reasoning and the answer of the last turn. Without it, or if it has no reasoning, the tags
-    ``<think>`` and ``</think>`` separate the two.
+    ``read`` is the reasoning and the answer of the last turn by the model's chat format. Tags such as ``<think>``
+    separate the two without it, and reasoning that begins again behind the format's own.
     """
     said = [turn.text for turn in trajectory.turns if turn.role == "assistant"]
     prefix = f"{ENVIRONMENT}/"
@@ -470,8 +477,8 @@ def as_conversation(task: Task, trajectory: Trajectory, read: tuple[str, str] | 
     if ENVIRONMENT in trajectory.reward_parts:
         given["score"] = trajectory.reward_parts[ENVIRONMENT]
     reasoning, answer = read or ("", said[-1] if said else "")
-    if not reasoning:
-        reasoning, answer = behind_reasoning(answer)
+    further, answer = behind_reasoning(answer)
+    reasoning = "\n".join(filter(None, [reasoning, further]))
     return Conversation(
         data_source=task.data_source,
         solution_str=said[-1] if said else "",

@@ -29,6 +29,8 @@ _NUMBER = re.compile(
 )
 _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
+# TeX also boxes a single token; models mean the word by it.
+_UNBRACED = re.compile(r"\\(?:boxed|fbox)\s+([^\s\\{}$]+?)[.,]?(?=[\s$]|\Z)")
 
 
 class Found(NamedTuple):
@@ -50,7 +52,8 @@ def last_number(text: str) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""Return what stands in the last ``\boxed{...}`` or ``\fbox{...}`` whose braces are closed."""
+    r"""Return what stands in the last ``\boxed{...}`` or ``\fbox{...}`` whose braces are closed, or behind
+    ``\boxed`` without braces."""
     opened: list[re.Match[str]] = []
     start, end = -1, -1
     for brace in _BRACE.finditer(text):
@@ -58,7 +61,10 @@ def boxed(text: str) -> str | None:
             opened.append(brace)
         elif opened and (opening := opened.pop())[0] != "{" and opening.end() > start:
             start, end = opening.end(), brace.start()
-    return None if start < 0 else text[start:end].strip()
+    if start < 0:
+        found = _UNBRACED.findall(text)
+        return found[-1] if found else None
+    return text[start:end].strip()
 
 
 def answer_tag(text: str) -> str | None:
@@ -67,16 +73,30 @@ def answer_tag(text: str) -> str | None:
     return found[-1].strip() if found else None
 
 
+# Around reasoning, as models write it; templates may write the opening of the first four. Beside DeepSeek's and Qwen's
+# tags: Seed-OSS, Magistral, Kimi-VL, EXAONE Deep, Sky-T1, common instructions, Granite 3 and Apriel.
+_REASONING = (
+    *(("<think>", "</think>"), ("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"), ("◁think▷", "◁/think▷")),
+    *(("<thought>", "</thought>"), ("<|begin_of_thought|>", "<|end_of_thought|>"), ("<thinking>", "</thinking>")),
+    *(("<reasoning>", "</reasoning>"), ("Here is my thought process:", "Here is my response:")),
+    ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
+)
+
+
 def behind_reasoning(text: str) -> tuple[str, str]:
     """Split what a model said into its reasoning and its answer, at the last ``</think>``.
 
-    Reasoning that was opened and not ended has no answer. The opening tag may be missing: templates write it.
+    Reasoning that was opened and not ended has no answer. The opening tag may be missing: templates write it. Other
+    marks than these count where the text begins with them, or has the end of what a template opened.
     """
-    reasoning, closed, answer = text.rpartition("</think>")
-    before, opened, unfinished = answer.partition("<think>")
+    begun = next((marks for marks in _REASONING if text.lstrip().startswith(marks[0])), None)
+    ended = next((marks for marks in _REASONING[:4] if marks[1] in text), _REASONING[0])
+    opening, closing = begun or ended
+    reasoning, closed, answer = text.rpartition(closing)
+    before, opened, unfinished = answer.partition(opening)
     if opened:
         return f"{reasoning}{closed}{before}{opened}{unfinished}", ""
-    return (reasoning.replace("<think>", "", 1).strip(), answer.lstrip()) if closed else ("", text)
+    return (reasoning.replace(opening, "", 1).strip(), answer.lstrip()) if closed else ("", text)
 
 
 def compiled(rule: str) -> "regex.Pattern[str]":

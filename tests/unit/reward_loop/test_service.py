@@ -431,6 +431,15 @@ async def test_a_pattern_that_takes_too_long_fails_its_trajectory(monkeypatch: p
     assert found.scored and found.reward_parts["exact_answer/extracted"] == 1.0
 
 
+@pytest.mark.parametrize("scorer", ["exact_answer", "math"])
+async def test_a_ground_truth_without_a_meaning_is_unscored_also_where_nothing_is_extracted(scorer: str) -> None:
+    term = RewardTerm(name=scorer, extract=("boxed",))
+    async with RewardService(RewardConfig(functions=(term,))) as service:
+        for answer in ("\\boxed{5}", "nothing"):
+            scored = await score(service, answer, task(" "))
+            assert not scored.scored and "ground_truth" in scored.error
+
+
 async def test_a_scorer_gets_what_was_extracted_and_nothing_found_is_worth_nothing() -> None:
     chain = ("answer_tag", "last_number")
     terms = (RewardTerm(name="exact_answer", extract=chain), RewardTerm(name=user("judge"), weight=0.5))

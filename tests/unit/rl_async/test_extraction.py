@@ -56,6 +56,9 @@ def test_the_last_number_is_found_and_written_plainly(text: str, expected: str |
         (r"\boxed{\boxed{1} and \boxed{2}", "2"),
         (r"\boxed{a \boxed{b}}", "b"),
         (r"} \boxed{1} }", "1"),
+        (r"so \boxed 34.", "34"),
+        (r"$\fbox -3$", "-3"),
+        (r"\boxed{1} or \boxed 2", "1"),
     ],
 )
 def test_the_last_closed_box_is_found(text: str, expected: str | None) -> None:
@@ -119,6 +122,14 @@ def test_a_mistake_in_the_config_is_named(extract: str, named: str) -> None:
         ("<think>a</think>b<think>c</think>7", "a</think>b<think>c", "7"),
         ("<think> maybe 7", "<think> maybe 7", ""),
         ("<think>a</think> so <think> 7", "<think>a</think> so <think> 7", ""),
+        ("<seed:think>maybe 7", "<seed:think>maybe 7", ""),
+        ("maybe 6</seed:think>7", "maybe 6", "7"),
+        ("[THINK]maybe 6[/THINK]7", "maybe 6", "7"),
+        ("◁think▷maybe 7", "◁think▷maybe 7", ""),
+        ("Here is my thought process: 6. Here is my response: 7", "6.", "7"),
+        ("Here are my reasoning steps: \\boxed{7}", "Here are my reasoning steps: \\boxed{7}", ""),
+        ("<thought>6</thought>7", "6", "7"),
+        ("7 as in `<thinking>`", "", "7 as in `<thinking>`"),
     ],
 )
 def test_the_answer_stands_behind_the_reasoning(text: str, reasoning: str, answer: str) -> None:
