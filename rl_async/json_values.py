@@ -1,8 +1,12 @@
-"""Counts the values of JSON before it is parsed.
+"""Counts the values of JSON before it is parsed, and says what parsing loses.
 
 A parser holds Python's lock until it is done, in a thread as well, so what a stranger sends is bounded by its values as
 by its bytes: 8 MiB of empty lists take a second.
 """
+
+import json
+from decimal import Decimal
+from typing import Any
 
 PIECE = 1 << 16
 
@@ -43,3 +47,36 @@ def has_more_values(text: bytes, most: int) -> bool:
         if values.count > most:
             return True
     return False
+
+
+class _Lost(Exception):
+    pass
+
+
+def lost_when_read(text: str | bytes, *, digits: bool = True) -> str | None:
+    """Say what a reader of a JSON text silently loses; None if it loses nothing.
+
+    That is all but one value of a key that an object has twice and, with ``digits``, those of a number that no float of
+    64 bits has. Raises ValueError for a text that is not JSON.
+    """
+    try:
+        # Whole numbers are read exactly, or refused by their next reader.
+        json.loads(text, object_pairs_hook=_keep_all, parse_float=_keep_digits if digits else len, parse_int=len)
+    except _Lost as lost:
+        return str(lost)
+    return None
+
+
+def _keep_all(pairs: list[tuple[str, Any]]) -> None:
+    if len(keys := dict(pairs)) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in keys if names.count(name) > 1)
+        raise _Lost(f"has the key {twice!r:.80} twice in one object; keep one of them")
+
+
+def _keep_digits(text: str) -> None:
+    # Doubles are printed with 17 digits, or with as few as name them.
+    if len(text) > 17 or not float(text):
+        value = float(text)
+        if Decimal(text) not in (Decimal(repr(value)), Decimal(f"{value:.16e}")):
+            raise _Lost(f"has the number {text:.80}, which would become {value!r}; write it as text")

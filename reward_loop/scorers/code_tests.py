@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import msgspec
 
 from rl_async.errors import DataError
+from rl_async.json_values import lost_when_read
 from rl_async.reward_loop.api import Conversation
 from rl_async.reward_loop.scorers.code_driver import Opaque, canonical
 
@@ -124,13 +125,13 @@ def parse_tests(conversation: Conversation) -> list[Test]:
     row, truth = conversation.place, conversation.ground_truth
     if not truth.strip():
         raise DataError(f"{row} is empty; the scorer code needs {_FORMS}")
-    value = _decoded(truth)
     try:
+        value = _decoded(truth)
         if isinstance(value, dict):
             return _from_mapping(value, conversation.extra_info, row)
         if isinstance(value, list):
             return _from_list(value, conversation.extra_info, row)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, _KeyTwice) as error:
         raise DataError(f"{row}: {error}; it may be {_FORMS}") from error
     return _from_code(truth, conversation.extra_info, row)
 
@@ -143,14 +144,25 @@ def starter_imports(extra: Mapping[str, Any]) -> list[dict[str, str]]:
     return [{"module": match[1], "source": match[0].strip()} for match in found if match]
 
 
+class _KeyTwice(Exception):
+    pass
+
+
 def _decoded(truth: str) -> Any:
-    """Return a mapping or list that is written as JSON, or as Python writes it; None for anything else."""
+    """Return a mapping or list that is written as JSON, or as Python writes it; None for anything else.
+
+    Raises _KeyTwice for JSON that has a key twice in one object.
+    """
     if truth.lstrip()[:1] not in ("{", "["):
         return None
     try:
-        return json.loads(truth)
+        value, lost = json.loads(truth), lost_when_read(truth, digits=False)
     except (ValueError, RecursionError):
         pass
+    else:
+        if lost is not None:
+            raise _KeyTwice(lost)
+        return value
     try:
         return ast.literal_eval(truth.strip())
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
@@ -524,14 +536,25 @@ def same_value(found: Any, expected: Any) -> bool:
     return any(_same(found, value) for value in _meanings(expected))
 
 
+def _decoded_value(text: str) -> Any:
+    """Return a value that is written as JSON, or as Python prints it, such as True or ('a', 1).
+
+    Raises what Python's readers of literals raise, and TypeError for one that JSON does not hold.
+    """
+    try:
+        return json.loads(text)
+    except ValueError:
+        return json.loads(json.dumps(ast.literal_eval(text.strip())))
+
+
 def _meanings(expected: Any) -> Iterator[Any]:
     yield expected
     if isinstance(expected, list) and len(expected) == 1:
         yield from _meanings(expected[0])
     elif isinstance(expected, str):
         try:
-            value = json.loads(expected)
-        except (ValueError, RecursionError):
+            value = _decoded_value(expected)
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             return
         yield value
         if isinstance(value, list) and len(value) == 1:
