@@ -21,6 +21,7 @@ import msgspec
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError
 from rl_async.files import UNDECODABLE, undamaged
+from rl_async.json_values import lost_when_read
 from rl_async.messages import Task
 from rl_async.picture_decoder import Want
 from rl_async.pictures import PictureProcessor
@@ -35,6 +36,8 @@ from rl_async.transfer_queue.images import (
 
 # Levels of lists and mappings in a row.
 DEEPEST = 64
+# The keys of images and sounds, and of decoded sounds, in columns of the library `datasets`.
+_FILE, _SOUND = {"bytes", "path"}, {"array", "sampling_rate"}
 # The integers that MessagePack holds.
 _WHOLE = (-(2**63), 2**64 - 1)
 
@@ -61,6 +64,8 @@ def plain_value(value: Any) -> Any:
     if isinstance(value, dict):
         if not all(isinstance(key, str) for key in value):
             raise ValueError("a mapping with keys that are not text; write them as text")
+        if value.keys() == _FILE or value.keys() >= _SOUND:
+            raise ValueError("an image or a sound, as the library datasets stores them, has no text of its own")
         return {key: plain_value(part) for key, part in value.items()}
     if isinstance(value, Decimal):
         if not value.is_finite():
@@ -127,9 +132,21 @@ MAY_BE_EMPTY = ("system", "developer", "tool")
 _TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 _CALL = ("id", "type", "index", "name", "arguments")
 _MEDIA = ("video", "videos", "audio", "audios")
-# Messages that were written as one text, as JSON or by Python's repr: a list of them, one, or an object that has them.
+# Keys under which some data sets say a part of a message that would be lost.
+_UNREAD = ("tool_call", "function_calls", "attachments", "documents", "refusal")
+# Messages that were written as one text, as JSON (once or twice) or by the repr of Python or NumPy: a list of them, one
+# message, or an object that has them.
 _MESSAGES_AS_TEXT = re.compile(
-    r"""\s*(?:\[\s*\{\s*(["'])(?:role|content|from)\1\s*:.*\]|\{\s*(["'])(?:role|messages)\2\s*:.*\})\s*""", re.DOTALL
+    r"""\s*(?:(?:array\(|["'])?\[\s*\{\s*(\\?["'])(?:role|content|from)\1\s*:.*\](?:, dtype=object\))?["']?"""
+    r"""|["']?\{\s*(\\?["'])(?:role|messages)\2\s*:.*\}["']?)\s*""",
+    re.DOTALL,
+)
+# The beginnings of prompts that a chat template has printed.
+_RENDERED = re.compile(
+    r"\s*(?:<\|(?:im_start|begin_of_text|start_header_id|im_user|im_system|user|system|start|startoftext)\|>"
+    r"|<｜(?:begin▁of▁sentence|User)｜>|(?:<s>\s*)?\[(?:INST|SYSTEM_PROMPT)\]|<(?:bos|start_of_turn)>|\[gMASK\]<sop>"
+    r"|Human: .*\n\nAssistant:\s*$)",
+    re.DOTALL,
 )
 
 
@@ -142,12 +159,27 @@ def to_messages(value: Any, place: str, *, role: str = "user", folder: Path | No
     if isinstance(value, str) and value.strip():
         if _MESSAGES_AS_TEXT.fullmatch(value):
             raise DataError(f"{place}: the messages are written as one text, got {short(value)}; decode it to a list")
+        if _RENDERED.match(value):
+            raise DataError(
+                f"{place}: a chat template has been applied already, got {short(value)}; give the messages, since the "
+                "model's own template is applied here"
+            )
         return [{"role": role, "content": value}]
     if not isinstance(value, list) or not value:
         raise DataError(f"{place}: needs a list of messages or a text, got {short(value)}")
     messages = [_message(message, f"{place}, message {number}", folder) for number, message in enumerate(value)]
+    _match_results(messages, place)
     _bound_images(messages, place)
     return messages
+
+
+def _match_results(messages: Sequence[Message], place: str) -> None:
+    """Raise DataError for a tool result whose id no earlier call has, though calls have ids."""
+    called = set[str]()
+    for number, message in enumerate(messages):
+        called |= {call["id"] for call in message.get("tool_calls", ()) if "id" in call}
+        if called and message["role"] == "tool" and message.get("tool_call_id", "") not in {"", *called}:
+            raise DataError(f"{place}, message {number}: no earlier call has the id {short(message['tool_call_id'])}")
 
 
 def _bound_images(messages: Sequence[Message], place: str) -> None:
@@ -209,6 +241,8 @@ def _message(value: Any, place: str, folder: Path | None) -> Message:
         raise DataError(f"{place}: unknown role {short(role)}; known: {', '.join(ROLES)}")
     if "function_call" in message:
         raise DataError(f"{place}: function_call is OpenAI's old form; write tool_calls")
+    if unread := next((key for key in _UNREAD if message.get(key)), None):
+        raise DataError(f"{place}: has {unread}, which is not read; known: content, tool_calls, reasoning_content")
     refuse_media(message, place)
     if odd := next((key for key in _TEXTS if not isinstance(message.get(key, ""), str)), None):
         raise DataError(f"{place}: needs its {odd} as text, got {short(message[odd])}")
@@ -264,7 +298,7 @@ def _arguments(value: Any, place: str) -> str:
         raise DataError(f"{place} are not JSON: {error}") from error
     if not isinstance(found, dict):
         raise DataError(f"{place} must be a JSON object, got {short(value)}")
-    if problem := depth_problem(found):
+    if problem := depth_problem(found) or lost_when_read(value):
         raise DataError(f"{place}: {problem}")
     return value
 
