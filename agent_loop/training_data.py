@@ -31,7 +31,7 @@ from rl_async.files import UNDECODABLE
 from rl_async.messages import Media
 from rl_async.pictures import PictureProcessor
 from rl_async.rollout_server.api import Image
-from rl_async.template_tokens import TemplateTokens
+from rl_async.template_tokens import MISFITS, TemplateTokens
 from rl_async.transfer_queue.chat_messages import for_templates, is_number, refuse_media, to_messages, with_images
 from rl_async.transfer_queue.dataset import ParquetRows, as_messages, fill, filled_lines, json_row, open_rows
 from rl_async.transfer_queue.images import as_parts, images_of, mime_of
@@ -300,7 +300,7 @@ class ChatEncoder:
             self._parts.check(texts, chat.tools, chat.place)
             if self._pictures is not None and images:
                 tokens = _illustrated(tokens, images, self._pictures, chat.place)
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except (jinja2.TemplateError, *MISFITS) as error:
             raise DataError(f"{chat.place}: the model's chat template refuses it: {error}") from error
         if not tokens.learned.any():
             raise DataError(f"{chat.place}: the chat template marks nothing of it as the assistant's")
@@ -396,5 +396,5 @@ class ChatEncoder:
     def _print_past(self, messages: list[Message]) -> str:
         try:
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False))
-        except (TypeError, ValueError) as error:
+        except MISFITS as error:
             raise jinja2.TemplateError(str(error)) from error

@@ -296,17 +296,17 @@ def dump_values(values: dict[str, Any]) -> str:
         raise ConfigError(f"no config has {error.args[-1]!r:.80}, a {type(error.args[-1]).__name__}") from error
 
 
-def read_text(path: Path) -> str:
-    """Return the text of a config, or of another project's. Raises ConfigError, naming the file."""
+def read_text(path: Path, place: str = "") -> str:
+    """Return the text of a config, or of another project's. Raises ConfigError, naming the ``place`` and the file."""
     try:
         # A link may lead to a device that never ends.
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
-            raise ConfigError(f"{path}: more than {MOST_BYTES} bytes are no config")
+            raise ConfigError(f"{place}{path}: more than {MOST_BYTES} bytes are no config")
         return io.TextIOWrapper(io.BytesIO(content), "utf-8").read()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+        raise ConfigError(f"{place}cannot read {path}: {error}") from error
 
 
 def parse(text: str, origin: str) -> Any:
@@ -417,7 +417,7 @@ def _find(name_or_path: str) -> tuple[str, str]:
         if not path.is_file():
             close = difflib.get_close_matches(str(path), [str(other) for other in path.parent.glob("*.y*ml")], n=1)
             raise ConfigError(f"--config: no file {path}{f'; did you mean {close[0]}?' if close else ''}")
-        return read_text(path), str(path)
+        return read_text(path, "--config: "), str(path)
     if name_or_path not in preset_names():
         hint = nearest(name_or_path, preset_names())
         raise ConfigError(f"--config: no preset {name_or_path!r}{hint}; `rl-async config list` shows all")

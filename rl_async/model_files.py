@@ -55,8 +55,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     """
     try:
         with safe_open(file, "numpy") as stored:
-            slices = {name: stored.get_slice(name) for name in sorted(stored.keys())}
-            return {name: StoredTensor(part.get_dtype(), part.get_shape()) for name, part in slices.items()}
+            slices = [(name, stored.get_slice(name)) for name in stored.offset_keys()]
+            return {name: StoredTensor(part.get_dtype(), part.get_shape()) for name, part in slices}
     except SafetensorError as error:
         raise ValueError(f"{file} is damaged, or no safetensors file: {error}") from error
 

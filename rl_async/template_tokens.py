@@ -25,8 +25,11 @@ from rl_async.errors import ConfigError
 
 T = TypeVar("T")
 
-# Seconds of computing, for a few short messages.
+# Seconds of computing and printed characters, for a few short messages.
 TEMPLATE_S = 1.0
+MOST_PRINTED = 1 << 20
+# What a template's expressions raise that do not fit the messages.
+MISFITS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
 # Characters.
 LONG = 10_000
 _SKELETON = ({"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}, {"role": "tool", "content": "x"})
@@ -229,6 +232,16 @@ def ending(tokenizer: PreTrainedTokenizerFast, seconds: float = TEMPLATE_S) -> I
         sys.settrace(before)
 
 
+def bounded(tokenizer: PreTrainedTokenizerFast, printed: str) -> str:
+    """Return what the chat template printed of a few short messages. Raises ConfigError if that is too much."""
+    if len(printed) > MOST_PRINTED:
+        raise ConfigError(
+            f"the chat template of {tokenizer.name_or_path} prints {len(printed)} characters for short messages; use "
+            "another model, or correct its template"
+        )
+    return printed
+
+
 def _printed(tokenizer: PreTrainedTokenizerFast) -> Iterable[str]:
     """Yield what the template prints for short conversations, as far as it accepts them."""
     for count in range(1, len(_SKELETON) + 1):
@@ -237,7 +250,7 @@ def _printed(tokenizer: PreTrainedTokenizerFast) -> Iterable[str]:
                 text = str(
                     tokenizer.apply_chat_template(list(_SKELETON[:count]), tokenize=False, add_generation_prompt=True)
                 )
-            yield text
+            yield bounded(tokenizer, text)
         # The template may have no tool results.
-        except (jinja2.TemplateError, ValueError):
+        except (jinja2.TemplateError, *MISFITS):
             continue

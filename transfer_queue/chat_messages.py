@@ -398,14 +398,16 @@ class _Tokenizer:
         """
         import jinja2
 
+        from rl_async.template_tokens import MISFITS
+
         given = [as_parts(message) for message in messages]
         try:
             text = self._render(for_templates(given), tools)
-        except (jinja2.TemplateError, TypeError, ValueError):
+        except (jinja2.TemplateError, *MISFITS):
             # Some templates take arguments as text.
             try:
                 text = self._render(given, tools)
-            except (jinja2.TemplateError, TypeError, ValueError) as error:
+            except (jinja2.TemplateError, *MISFITS) as error:
                 raise DataError(f"the model's chat template refuses it: {error}") from error
         ids, images = self._tokens.encode(text), images_of(messages)
         if not images:

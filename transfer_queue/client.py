@@ -240,7 +240,7 @@ class Session:
     """Identity, request ids and hello of one client, and the reason if it cannot connect."""
 
     def __init__(self, address: str, role: str, name: str, keys: ClientKeys | None = None) -> None:
-        if not re.fullmatch(r"tcp://[^\s/]+:\d+|(ipc|inproc)://\S+", address):
+        if not re.fullmatch(r"tcp://[^\s/]+:\d+|(ipc|inproc)://.+", address):
             raise UserError(f"{address} is no address of a transfer queue; write tcp://HOST:PORT")
         self.address = address
         self.watch = HandshakeWatch()

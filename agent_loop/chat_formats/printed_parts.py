@@ -14,6 +14,7 @@ import jinja2
 from rl_async.agent_loop.chat_formats.format import ChatFormat, Message, with_names
 from rl_async.errors import DataError
 from rl_async.messages import Task
+from rl_async.template_tokens import MISFITS
 
 # Data sets have the reasoning of a turn under such keys, or as part of its content, up to this tag.
 _REASONING = re.compile("reasoning|thinking|thought")
@@ -61,7 +62,7 @@ def check_prompts(tasks: Iterable[tuple[str, Task]], load: Callable[[], ChatForm
             parts = PrintedParts(lambda messages, tools, chat=chat: _prompt_text(chat, messages))  # type: ignore[misc]
         try:
             parts.check(task.prompt, [], place)
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except (jinja2.TemplateError, *MISFITS) as error:
             raise DataError(f"{place}: the model's chat template refuses it: {error}") from error
 
 

@@ -38,7 +38,7 @@ from rl_async.agent_loop.chat_formats.format import (
 from rl_async.errors import DataError
 from rl_async.pictures import PictureProcessor
 from rl_async.rollout_server.api import Image
-from rl_async.template_tokens import TemplateTokens, encode, ending
+from rl_async.template_tokens import MISFITS, TemplateTokens, bounded, encode, ending
 from rl_async.transfer_queue.images import as_parts, images_of, mime_of, without_bytes
 
 # The size of an int in a tuple: the object and the pointer to it.
@@ -307,9 +307,9 @@ class TokenizerFormat(ABC):
                     list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=generate
                 )
         # A message, call or tool does not have the form that the template expects.
-        except (TypeError, ValueError) as error:
+        except MISFITS as error:
             raise jinja2.TemplateError(str(error)) from error
-        return str(text)
+        return bounded(self._tokenizer, str(text)) if watched else str(text)
 
     def _escaped(self, messages: Sequence[Message], sampled: Collection[int]) -> list[Message]:
         if self.pictures is None and any(m.get("images") for m in messages):

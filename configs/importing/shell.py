@@ -14,7 +14,10 @@ from typing import Any
 
 from rl_async.errors import ConfigError
 
-# A word, and all words together, may have so many characters with the values of variables, and a loop so many rounds.
+# A script may have so many characters, and a condition so many words; a word, and all words together, so many characters
+# with the values of variables; a loop so many rounds.
+MOST_SCRIPT = 1 << 17
+MOST_TEST = 200
 MOST_WORD = 1 << 16
 MOST_CHARACTERS = 1 << 22
 MOST_ROUNDS = 64
@@ -34,7 +37,9 @@ class Script:
 
 
 def read_script(text: str, origin: str) -> Script:
-    """Work out the commands of a script. Raises ConfigError, naming ``origin``, if its words grow beyond bounds."""
+    """Work out the commands of a script. Raises ConfigError, naming ``origin``, if it or its words exceed bounds."""
+    if len(text) > MOST_SCRIPT:
+        raise ConfigError(f"{origin}: more than {MOST_SCRIPT} characters are no script of settings")
     evaluation = _Evaluation(origin)
     evaluation.run(_Parser(list(_tokens(text.replace("\r\n", "\n")))).whole())
     return Script(evaluation.commands, evaluation.arrays, evaluation.assumed)
@@ -493,6 +498,8 @@ class _Evaluation:
         self._variables[name] = value
 
     def _test(self, words: list[str], patterns: bool) -> Status:
+        if len(words) > MOST_TEST:
+            return None
         for join in ("||", "-o"):
             if join in words:
                 at = words.index(join)

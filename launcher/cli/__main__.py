@@ -1,6 +1,8 @@
 """``rl-async``: parses the command line, runs one command, and turns its errors into messages and exit codes."""
 
 import argparse
+import errno
+import locale
 import os
 import platform
 import re
@@ -27,6 +29,8 @@ from rl_async.process.role import (
 )
 
 EXIT_INTERRUPTED = 130
+# The system does not let a file be used by that name, or this process use more of them.
+REFUSED = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE, errno.ENFILE)
 Command = Callable[[argparse.Namespace], int]
 
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
@@ -65,8 +69,13 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, and return its exit code: 2 for a mistake of the user, 1 for a failure, 130 if interrupted.
 
-    Commands that set ``steady`` go on when their output cannot be written; others end with its reader.
+    Commands that set ``steady`` go on when their output cannot be written; others end with its reader. In a locale with
+    another encoding than UTF-8, which the files of a run have, the program starts again in Python's UTF-8 mode, which
+    the processes of a run inherit.
     """
+    if argv is None and locale.getpreferredencoding(False).lower() != "utf-8":
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     open_missing()
     steady_errors()
     checked_output()
@@ -97,9 +106,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_error(f"{type(error).__name__}: {error}")
         return 1
     except OSError as error:
-        if error.errno not in NO_ROOM:
+        if error.errno not in (*NO_ROOM, *REFUSED):
             raise
-        _print_error(f"{error.filename or 'a file'}: {error.strerror}; make room there, and give the command again")
+        way_out = "; make room there, and give the command again" if error.errno in NO_ROOM else ""
+        _print_error(f"{error.filename or 'a file'!s:.200}: {error.strerror}{way_out}")
         return EXIT_USER
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

@@ -1,7 +1,9 @@
 """The `rl-async` command as a process: what it imports, its exit code, a reader that goes away."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -46,3 +48,22 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(60) == 0
+
+
+def test_files_are_utf_8_in_any_locale(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("extends: calculator\nreward: {functions: [{name: 漢.py:f}]}\n", encoding="utf-8")
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "rl_async.launcher.cli", "config", "show", str(tmp_path / "c.yaml")]
+    shown = subprocess.run(command, capture_output=True, env=os.environ | plain, timeout=120)
+    assert shown.returncode == 0, shown.stderr
+    assert b"\\u6F22.py:f" in shown.stdout
+
+
+def test_a_directory_that_is_gone_and_a_name_that_is_too_long_are_mistakes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rl_async.launcher.cli", "audit", "a" * 300]
+    for script in ('rmdir "$PWD"; exec "$@"', 'exec "$@"'):
+        (tmp_path / "x").mkdir(exist_ok=True)
+        ended = subprocess.run(
+            ["sh", "-c", script, "sh", *command], cwd=tmp_path / "x", capture_output=True, timeout=120
+        )
+        assert ended.returncode == 2 and ended.stderr.count(b"\n") == 1, ended.stderr

@@ -150,10 +150,19 @@ def test_text_by_itself_has_no_control_tokens(name: str) -> None:
         "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
         "{% for i in range(90000) %}{% for j in range(90000) %}{% set k = i * j %}{% endfor %}{% endfor %}",
         "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
+        "{% for i in range(90000) %}{{ 'a' * 50 }}{% endfor %}",
+        "{{ 'a'.center(2000000) }}",
     ],
 )
-def test_a_template_that_never_ends_is_named(template: str) -> None:
+def test_a_template_without_end_or_of_immense_output_is_named(template: str) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=_byte_level(), name_or_path="their/model")
     tokenizer.chat_template = template
     with pytest.raises(ConfigError, match="their/model"):
         TemplateTokens(tokenizer)
+
+
+@pytest.mark.parametrize("template", ["{{ range(10 ** 9) }}", "{{ 1 / 0 }}", "{{ messages[0].content + 1 }}"])
+def test_a_template_that_fails_prints_no_token(template: str) -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=_byte_level(), name_or_path="their/model")
+    tokenizer.chat_template = template
+    assert TemplateTokens(tokenizer).encode("x") == tokenizer.encode("x")
