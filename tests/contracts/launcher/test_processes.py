@@ -233,6 +233,14 @@ async def test_restarts_are_forgiven_after_a_time_of_health(
             assert await children.before_restart(spec, child, code, 3) == restarts
 
 
+async def test_a_process_may_be_restarted_any_number_of_times(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children_module, "LONGEST_BACKOFF_S", 0.0)
+    spec = ProcessSpec(name="a", role="worker", argv=("sh", "-c", "exit 1"), max_restarts=10_000)
+    with Children(ThisMachine({}, rig.folder), rig.folder, [spec]) as children:
+        child = await children.start(spec)
+        assert await children.before_restart(spec, child, await child.wait(), 5000) == 5001
+
+
 MARK = "RL_ASYNC_TEST_STRAYS"
 
 

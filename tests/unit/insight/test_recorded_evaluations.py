@@ -123,6 +123,17 @@ def test_a_task_counts_once_in_the_total_whatever_its_roles(tmp_path: Path) -> N
     assert [(line.tasks, line.better, line.p) for line in found.values()] == [(5, 5, 2 / 2**5)] * 3
 
 
+def test_what_rounding_explains_is_no_change(tmp_path: Path) -> None:
+    """The same three parts of a reward, added in another order."""
+    runs = [
+        record(tmp_path / name, 0, *(row(task, 0, reward) for task in range(20)))
+        for name, reward in (("a", 0.7 + 0.2 + 0.1), ("b", 0.1 + 0.2 + 0.7))
+    ]
+    assert 0.7 + 0.2 + 0.1 != 0.1 + 0.2 + 0.7
+    (line,) = compare(*map(read_evaluation, runs)).sources
+    assert (line.better, line.worse, line.change.value, line.p) == (0, 0, 0.0, 1.0)
+
+
 def test_the_order_of_samples_changes_nothing(tmp_path: Path) -> None:
     rewards = (0.1, 0.2, 0.3)
     runs = [

@@ -39,6 +39,7 @@ from rl_async.launcher.capacity_simulation import (
     fit_engine,
     longest,
     measure,
+    recorded_steps,
     saturation,
 )
 from rl_async.launcher.plan.memory import ModelSize
@@ -323,3 +324,10 @@ def test_the_longest_of_more_draws_is_longer() -> None:
     assert longest([1.0, 2.0], 1) == pytest.approx(1.5)
     assert longest([1.0, 2.0], 2) == pytest.approx(1.75)
     assert longest(range(100), 10_000) == pytest.approx(99)
+
+
+def test_a_step_that_was_trained_again_counts_once(tmp_path: Path) -> None:
+    for lineage in (0, 1):
+        file = tmp_path / "trajectories" / f"step-000001-lineage{lineage}-rank0.jsonl.gz"
+        write_trajectories(file, make_rows(1, groups=1, samples=2 + lineage))
+    assert {step: len(rows) for step, rows in recorded_steps(tmp_path).items()} == {1: 3}

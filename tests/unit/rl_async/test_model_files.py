@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_async.model_files import indexed_files, read_header
+from rl_async.model_files import INDEX, indexed_files, read_header, weight_files
 
 HEADER = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "__metadata__": {"format": "pt"}}
 
@@ -80,3 +80,11 @@ def test_what_is_no_index_is_named(tmp_path: Path, text: str) -> None:
 def test_an_index_names_each_file_once(tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text(json.dumps({"weight_map": {"a": "2.st", "b": "1.st", "c": "2.st"}}))
     assert indexed_files(tmp_path / "index.json") == ["1.st", "2.st"]
+
+
+def test_weights_that_a_folder_has_twice_are_those_of_the_index(tmp_path: Path) -> None:
+    """As Mistral's folders have them, under other names in a file of their own."""
+    (tmp_path / INDEX).write_text('{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}')
+    for name in ("model-1", "model-2", "consolidated"):
+        (tmp_path / f"{name}.safetensors").touch()
+    assert {file.name for file in weight_files(tmp_path)} == {"model-1.safetensors", "model-2.safetensors"}

@@ -226,6 +226,8 @@ def test_a_quota_is_kept_and_waits_only_for_those_who_come():
     assert sampling_choice([*a, late_b], "quota") == Choice([], [], [5])
     assert sampling_choice([*a, late_b._replace(coming=False)], "quota").take == [0, 1]
     assert sampling_choice([*a, ready(7, source="nobody's")], "quota").take == [0, 1]
+    late_a = Candidate(6, False, 4, coming=True, source="a")
+    assert sampling_choice([*a, late_a], "quota").take == [0, 1], "one of a source that has its share fills no seat"
     due = [ready(0, 0, source="a"), ready(1, 0, source="a")]
     assert sampling_choice([*due, late_b], "quota").take == [0, 1], (
         "a forced group needs no quota, and leaves nothing to wait for"

@@ -289,3 +289,8 @@ def test_pages_named_in_messages_are_printed(capsys: pytest.CaptureFixture[str])
 def test_an_unknown_page_gets_the_nearest(page: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["docs", page]) == 2
     assert re.search(named, capsys.readouterr().err)
+
+
+def test_a_path_may_have_any_character(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sft", "--model", "/no/😀", "--data", "/no/😀.jsonl", "--out", "o"]) != 0
+    assert "/no/😀" in capsys.readouterr().err
