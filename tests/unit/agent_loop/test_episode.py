@@ -22,7 +22,7 @@ from rl_async.configs.schema.algorithm import AlgorithmConfig
 from rl_async.configs.schema.data import DataConfig
 from rl_async.configs.schema.rollout import AgentConfig, PastReasoning
 from rl_async.configs.schema.run import EvalConfig, RunConfig
-from rl_async.errors import ConfigError, DataError
+from rl_async.errors import ConfigError, DataError, McpServerLost
 from rl_async.messages import LeasedGroup, Sampling, Trajectory, Version, VersionRun
 from tests.support.tiny_models import byte_tokenizer
 from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config
@@ -108,6 +108,26 @@ async def test_failed_calls_are_messages_to_the_model(renderer: ChatRenderer, ca
     assert called.error == error
     assert (called.arguments in call) if called.problem else json.loads(called.arguments)
     assert row.finish_reason == "stop"
+
+
+async def test_a_call_that_fails_the_episode_ends_the_others_of_its_turn(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+
+    async def call_one(episode: Episode, call: object, index: int) -> None:
+        if index == 0:
+            await asyncio.sleep(0)
+            raise McpServerLost("gone")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("the other call")
+
+    monkeypatch.setattr(Episode, "_call_one", call_one)
+    with pytest.raises(McpServerLost):
+        await play(run_config(tools=("calculator",)), ScriptedEngine(renderer, [f"{CALL}\n{CALL}"]))
+    assert ended == ["the other call"]
 
 
 async def test_calls_beyond_the_limit_get_an_error(renderer: ChatRenderer) -> None:

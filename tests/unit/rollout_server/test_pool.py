@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 import msgspec
 import pytest
 
-from rl_async.errors import EngineLost, EngineRejected
+from rl_async.errors import EngineLost, EngineRejected, QueueLost, QueueReplaced
 from rl_async.messages import EngineList, EngineRecord, Sampling, Version, VersionRun
 from rl_async.rollout_server import pool as pool_module
 from rl_async.rollout_server.api import EngineLoad, GenerateRequest, GenerateResult, Image
@@ -479,3 +479,31 @@ async def test_a_token_that_came_while_this_process_was_held_up_is_in_time() -> 
     asyncio.get_running_loop().call_later(0.1, engines["a"].hold.set)
     time.sleep(0.4 + LATE_S)  # noqa: ASYNC251  the process is to stand still
     assert len((await asking).token_ids) == 3
+
+
+class LostRegistry:
+    """Answers no more: each request raises the next error at once, as a client does whose queue is gone."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors, self.asked = list(errors), 0
+
+    async def engines(self, after: int, wait_s: float) -> EngineList:
+        self.asked += 1
+        raise self.errors.pop(0) if len(self.errors) > 1 else self.errors[0]
+
+
+async def test_a_pool_whose_queue_has_lost_its_state_ends() -> None:
+    registry = LostRegistry(QueueReplaced("another queue"))
+    with pytest.RaisesGroup(QueueReplaced):
+        async with asyncio.timeout(30):
+            await EnginePool(FakeEngine, 60.0, 8).watch(registry)  # type: ignore[arg-type]
+    assert registry.asked == 1
+
+
+async def test_a_pool_whose_queue_is_away_asks_again_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "BACKOFF_S", 0.05)
+    registry = LostRegistry(QueueLost("silent"))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await EnginePool(FakeEngine, 60.0, 8).watch(registry)  # type: ignore[arg-type]
+    assert 1 <= registry.asked <= 7
