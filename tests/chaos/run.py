@@ -6,8 +6,9 @@ killed and frozen, for moments, for as long as others wait for them, and for mos
 jump, their flushes take seconds, packets to and from them are lost or late, the disks of the run folder and of Redis
 are full, a judge's answers come byte by byte, proxies before an engine and Redis delay, hold and cut what passes, Redis
 is replaced by its replica, and processes get no more memory. Faults strike until a run has trained all its steps; a
-launcher that was killed is started again with ``--resume``. Then the run's history must hold (``history.py``), and
-``rl-async audit`` must agree. More runs follow until all rounds have struck.
+launcher that was killed, or ended for want of room on a disk or of memory for the trainer, is started again with
+``--resume``. Then the run's history must hold (``history.py``), and ``rl-async audit`` must agree. More runs follow
+until all rounds have struck.
 
 With ``--timed`` an undisturbed run of each kind comes first, and one with faults, which must all be slow ones, may last
 twice as long and as long as the faults did. What ``rl-async doctor`` says during each long fault is printed.
@@ -57,8 +58,8 @@ def one_run(run: WholeRun, faults: list[Fault], rng: random.Random, progress_s: 
     faults_s = 0.0
     before, since, next_fault, in_a_row = 0, (began := time.monotonic()), 0.0, 0
     while (code := run.exit()) != 0:
-        if code is not None and run.lacked_room() and any(fault.kind == "full" for fault in struck):
-            print(f"{run.name} {time.monotonic() - began:6.1f} s: its launcher ended, since the disk was full; resumed")
+        if code is not None and (kind := run.lacked(struck)):
+            print(f"{run.name} {time.monotonic() - began:6.1f} s: its launcher ended ({kind}); resumed")
             run.resume()
         elif code == EXIT_USER and run.trained_all():
             break  # its launcher was killed after the last checkpoint and before its end, which --resume refuses

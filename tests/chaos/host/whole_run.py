@@ -227,7 +227,7 @@ SHARE = 0.9  # of each period in which a process stands still or packets are los
 PERIODS_S = (0.1, 1.0)
 FLUSH_S = (1.0, 5.0, 12.0)
 LAST_WORDS = 2000  # bytes
-NO_ROOM = os.strerror(errno.ENOSPC).encode()
+ENDS = {"full": os.strerror(errno.ENOSPC).encode(), "memory": b"OutOfMemory"}  # last words of runs that faults ended
 RUN_MB, REDIS_MB = 256, 64
 REDIS_PORTS = (6400, 6401)  # a master and its replica, until they change places
 ROLES = ("queue", "shard", "engine", "worker", "gateway", "trainer", "launcher", "redis")
@@ -454,9 +454,10 @@ class WholeRun:
         """Return the launcher's exit code, or None while it runs."""
         return self._launcher.poll()
 
-    def lacked_room(self) -> bool:
-        """Whether the last words of the launcher that ended were that the disk was full."""
-        return NO_ROOM in self.log.read_bytes()[self._log_starts[self.log] :][-LAST_WORDS:]
+    def lacked(self, struck: Iterable[Fault]) -> str:
+        """Return which of the faults the launcher that ended gave as its reason; empty if none of them."""
+        said = self.log.read_bytes()[self._log_starts[self.log] :][-LAST_WORDS:]
+        return next((fault.kind for fault in struck if fault.kind in ENDS and ENDS[fault.kind] in said), "")
 
     def steps(self) -> int:
         """Return how many lines of metrics there are, in all lineages."""
