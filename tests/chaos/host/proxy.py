@@ -25,8 +25,13 @@ class Proxy:
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def strike(self, kind: str, seconds: float, rng: random.Random) -> None:
-        """Be slow for that long: ``late`` delays each piece, ``hold`` all of them, ``cut`` ends connections."""
+    def strike(self, kind: str, seconds: float, rng: random.Random) -> bool:
+        """Be slow for that long: ``late`` delays each piece, ``hold`` all of them, ``cut`` ends connections.
+
+        Return False at once if there is no connection now.
+        """
+        if not self._connections:
+            return False
         end = time.monotonic() + seconds
         if kind == "late":
             self._late_s = rng.uniform(*LATE_S)
@@ -38,6 +43,7 @@ class Proxy:
             time.sleep(min(CUT_S, max(0.0, end - time.monotonic())))
         self._late_s = 0.0
         self._open.set()
+        return True
 
     def cut(self) -> None:
         """End all connections, in whatever they are."""

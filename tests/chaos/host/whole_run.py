@@ -344,6 +344,7 @@ class WholeRun:
             REDIS_LINK: Proxy(hub, lambda: (self._redis_host, REDIS_PORTS[self._master])),
         }
         (self._targets / "proxy").write_text(f"http://{hub}:{self._links[ENGINE_LINK].port}")
+        self._hub = hub
         self._log_starts: dict[Path, int] = {}
         self._servers: dict[int, subprocess.Popen[bytes]] = {}
         self._master, self._redis_url = 0, f"redis://{hub}:{self._links[REDIS_LINK].port}/0"
@@ -419,6 +420,7 @@ class WholeRun:
             f"trainer.steps={self.expected.steps}",
             f"queue.redis.url={self._redis_url}",
             f"queue.host={queue}",
+            f"launcher.http_hosts=[{self._hub}]",  # by which others call the engine behind the proxy
             "reward.functions=[{name: exact_answer}, {name: judge, weight: 0.5}]",
             f"reward.judge={{url: '{self._judge.url}', model: m, timeout_s: 4, attempts: 2, cache: none}}",
         ]
@@ -493,8 +495,7 @@ class WholeRun:
             self._judge.drip(rng.uniform(*SPELLS_S))
             return True
         if link := self._links.get(fault.role):
-            link.strike(fault.kind, rng.uniform(*SPELLS_S), rng)
-            return True
+            return link.strike(fault.kind, rng.uniform(*SPELLS_S), rng)
         if fault.kind == "promote":
             return self._promote()
         name = rng.choice(NAMES[fault.role])
