@@ -254,6 +254,8 @@ def load_checkpoint(folder: Path, backends: Mapping[str, Backend]) -> tuple[Chec
 
 
 DIGESTS = ".digests-rank"
+# A disk may take longer than a collective: this long at least is a checkpoint written before it has failed.
+WRITE_S = 1800.0
 
 
 class Saver:
@@ -329,7 +331,7 @@ class Saver:
             flight.result(self._timeout_s)
         except TimeoutError as error:
             raise CheckpointFailed(
-                f"step {self._step}: not written within {self._timeout_s:.0f} s (trainer.collective_timeout_s)"
+                f"step {self._step}: not written within {self._timeout_s:.0f} s; the disk of {self._root} is too slow"
             ) from error
         except CheckpointFailed as error:
             raise CheckpointFailed(f"step {self._step}: {error}") from error

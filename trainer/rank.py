@@ -34,7 +34,15 @@ from rl_async.trainer.actor_critic import Models, build_models
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.algorithms.losses import KlController
 from rl_async.trainer.batches import QueueSource, RecordedSource
-from rl_async.trainer.checkpoints import Saver, drop_unfinished, folder_of, load_checkpoint, newest_whole, read_state
+from rl_async.trainer.checkpoints import (
+    WRITE_S,
+    Saver,
+    drop_unfinished,
+    folder_of,
+    load_checkpoint,
+    newest_whole,
+    read_state,
+)
 from rl_async.trainer.evaluator import Evaluator
 from rl_async.trainer.families import text_of
 from rl_async.trainer.guard import Guard
@@ -104,7 +112,7 @@ def run_rank(folder: Path, queue: str | None, replay: Path | None, *, host: str,
                 saver=Saver(
                     folder / "checkpoints",
                     trainer.keep_checkpoints,
-                    trainer.collective_timeout_s,
+                    max(WRITE_S, trainer.collective_timeout_s),
                     start.step,
                     lambda: require_newest(folder, start.lineage),
                 ),

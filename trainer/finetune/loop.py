@@ -38,6 +38,7 @@ from rl_async.trainer.backend import Backend, Outputs, learning_rate_factor
 from rl_async.trainer.batch_layout import layout
 from rl_async.trainer.checkpoints import (
     FORMAT,
+    WRITE_S,
     CheckpointSchedule,
     CheckpointState,
     Saver,
@@ -373,7 +374,7 @@ def run_rank(folder: Path) -> None:
         saver = Saver(
             folder / "checkpoints",
             trainer.keep_checkpoints,
-            trainer.collective_timeout_s,
+            max(WRITE_S, trainer.collective_timeout_s),
             step,
             lambda: require_newest(folder, lineage),
         )
