@@ -32,7 +32,7 @@ from tests.support.forked import Forked
 
 Dtype = Literal["float32", "bfloat16"]
 
-START_S = {"embedded": 60.0, "vllm": 400.0}
+START_S = {"embedded": 150.0, "vllm": 400.0}
 MAX_LENGTH = 2560
 ATTEMPTS = 50  # at catching requests in their middle, on busy cores
 EAGER = ("--enforce-eager",)
