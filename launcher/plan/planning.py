@@ -201,6 +201,8 @@ def environment(config: RunConfig, role: Role) -> dict[str, str]:
         "MKL_NUM_THREADS": threads,
         **wait_policy(),
         "TOKENIZERS_PARALLELISM": "false",
+        # A bar would be the last line of a log.
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }
 
 
