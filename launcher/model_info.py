@@ -33,9 +33,14 @@ def describe(folder: Path, config: RunConfig) -> list[str]:
         hf = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: its config.json cannot be used: {str(error).partition(chr(10))[0]}") from error
-    built, problem = _built(folder)
+    processor, unread = None, ""
+    try:
+        processor = PictureProcessor.load(str(folder))
+    except UserError as error:
+        unread = str(error)
+    built, problem = (None, unread.partition("\n")[0]) if unread else _built(folder)
     trainers, engines = _trainers(hf, built, problem), _engines(built or hf, config)
-    facts = [*_weights(folder, hf), *_images(folder), *_chat(folder), *trainers, *engines, *_memory(config)]
+    facts = [*_weights(folder, hf), *_images(processor, unread), *_chat(folder), *trainers, *engines, *_memory(config)]
     width = max(len(name) for name, _ in facts)
     return [f"{name:<{width}}  {text}" for name, text in facts]
 
@@ -62,12 +67,9 @@ def _weights(folder: Path, hf: Any) -> Facts:
 SIDE = 448
 
 
-def _images(folder: Path) -> Facts:
-    try:
-        processor = PictureProcessor.load(str(folder))
-    except UserError as error:
-        yield "images", f"none: {error}"
-        return
+def _images(processor: PictureProcessor | None, unread: str) -> Facts:
+    if unread:
+        yield "images", f"none: {unread}"
     if processor is not None:
         file = io.BytesIO()
         Image.new("RGB", (SIDE, SIDE)).save(file, "PNG")
@@ -102,7 +104,6 @@ def _built(folder: Path) -> tuple[Any, str]:
     from rl_async.trainer.model import build_bare
 
     try:
-        PictureProcessor.load(str(folder))
         with torch.device("meta"):
             return build_bare(folder).config, ""
     except UserError as error:
