@@ -299,7 +299,7 @@ class Episode:
     async def _with_good_images(self, result: ToolResult) -> ToolResult:
         """Decode the images of a result outside the event loop; if some are refused, the call counts as failed."""
         if self._chat.pictures is None:
-            return result
+            return result._replace(text=result.plain, images=()) if result.images and result.plain else result
         try:
             bound_images(result.images)
             await self._chat.pictures.check(result.images)

@@ -27,6 +27,7 @@ from rl_async.concurrency import gather_or_cancel, to_the_end
 from rl_async.configs.derived import PASSED, argv_of, secret_variables
 from rl_async.configs.schema.rollout import McpServerConfig
 from rl_async.errors import ConfigError, McpServerLost
+from rl_async.transfer_queue.images import MARK, read_image
 
 log = logging.getLogger("rl_async.agent_loop")
 
@@ -210,15 +211,30 @@ MOST_CHARACTERS = 1 << 18
 
 
 def as_result(answer: Mapping[str, Any]) -> ToolResult:
-    """Convert the JSON result of the protocol's `tools/call` to a ToolResult."""
+    """Convert the JSON result of the protocol's `tools/call` to a ToolResult; refused images are described."""
     content = answer.get("content") or ()
-    text = "\n".join(map(_text, content))
+    texts, images = list(map(_text, content)), dict[int, bytes]()
+    for place, block in enumerate(content):
+        if block.get("type") == "image":
+            try:
+                images[place] = read_image({"data": block.get("data")})
+            except ValueError as error:
+                texts[place] = f"{texts[place][:-1]}: {error}]"
     structured = answer.get("structuredContent")
     if structured is not None and not any(block.get("type") == "text" for block in content):
-        text = "\n".join(filter(None, [msgspec.json.encode(structured).decode(), text]))
+        texts.insert(0, msgspec.json.encode(structured).decode())
+        images = {place + 1: image for place, image in images.items()}
+    plain = "\n".join(texts)
+    whole = len(plain) if len(plain) > MOST_CHARACTERS else 0
+    plain = plain[:MOST_CHARACTERS]
+    if answer.get("isError"):
+        return failed(plain or "the tool failed", whole)
+    if not images:
+        return ToolResult(plain, whole=whole)
+    marked = (MARK if place in images else text.replace(MARK, "\ufffd") for place, text in enumerate(texts))
+    text = "\n".join(marked)
     whole = len(text) if len(text) > MOST_CHARACTERS else 0
-    text = text[:MOST_CHARACTERS]
-    return failed(text or "the tool failed", whole) if answer.get("isError") else ToolResult(text, whole=whole)
+    return ToolResult(text[:MOST_CHARACTERS], whole=whole, images=tuple(images.values()), plain=plain)
 
 
 def _text(block: Mapping[str, Any]) -> str:

@@ -23,7 +23,7 @@ class ToolResult(NamedTuple):
 
     ``reward``, ``reason`` and ``done`` are those of a tool that returns a Step. ``whole`` counts the characters of a
     result whose ``text`` is only the beginning, and is 0 for a complete one. ``text`` has a mark for each of the
-    ``images`` (``transfer_queue/images.py``).
+    ``images`` (``transfer_queue/images.py``); a model that reads none gets ``plain``, or its episode fails without it.
     """
 
     text: str
@@ -33,6 +33,7 @@ class ToolResult(NamedTuple):
     done: bool = False
     whole: int = 0
     images: tuple[bytes, ...] = ()
+    plain: str = ""
 
 
 class CallableTool(Protocol):

@@ -17,7 +17,7 @@ from rl_async.agent_loop.environments.session import Session, joined
 from rl_async.agent_loop.episode import Episode, PromptTooLong, tool_agent
 from rl_async.agent_loop.runner import EpisodeRunner
 from rl_async.agent_loop.step import Step
-from rl_async.agent_loop.tools.tool import Tool
+from rl_async.agent_loop.tools.tool import Tool, ToolResult
 from rl_async.errors import DataError, EnvironmentFailed
 from rl_async.messages import Media
 from rl_async.picture_decoder import DECODER, Want
@@ -220,6 +220,22 @@ async def test_a_tools_damaged_image_is_an_error_that_the_model_sees(chat: ChatR
         assert message["content"].startswith("error: ") and "images" not in message
         assert episode.turns[-1].tool_calls[0].error
         assert episode.add([message])
+
+
+async def test_a_text_model_gets_the_description_of_a_servers_image(chat: ChatRenderer) -> None:
+    class Server:
+        name, schema = "look", looker([]).schema
+
+        async def call(self, arguments: dict[str, Any], *, timeout_s: float) -> ToolResult:
+            return ToolResult(MARK, images=(drawing(5),), plain="[image: 9 bytes]")
+
+    for pictures, content in ((chat.pictures, MARK), (None, "[image: 9 bytes]")):
+        chat.pictures = pictures
+        engine = ScriptedEngine(chat, [CALL])
+        episode = Episode(leased("?"), 0, config=run_config(), chat=chat, generator=engine, tools=[Server()])
+        await episode.generate()
+        (message,) = await episode.call(episode.tool_calls())
+        assert message["content"] == content and ("images" in message) == (pictures is not None)
 
 
 async def test_the_event_loop_goes_on_while_images_are_decoded(chat: ChatRenderer) -> None:

@@ -1,6 +1,7 @@
 """MCP servers: their descriptions, results, sessions, and their tools in an episode."""
 
 import asyncio
+import base64
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,6 +35,8 @@ from rl_async.agent_loop.tools.mcp_toolbox import (
 from rl_async.agent_loop.tools.tool import CallableTool, ToolResult, marked_as_cut
 from rl_async.configs.schema.rollout import McpServerConfig
 from rl_async.errors import ConfigError, McpServerLost
+from rl_async.transfer_queue.images import MARK
+from tests.support.vision_models import drawing
 from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config
 
 
@@ -208,6 +211,22 @@ def test_a_long_text_is_cut_and_its_length_kept() -> None:
     assert as_result(long) == ToolResult("x" * MOST_CHARACTERS, whole=MOST_CHARACTERS + 1)
     assert as_result(long | {"isError": True}).whole == MOST_CHARACTERS + 1
     assert as_result({"content": [{"type": "text", "text": "x" * MOST_CHARACTERS}]}).whole == 0
+
+
+def test_images_reach_models_that_read_them_and_others_get_a_description() -> None:
+    picture = drawing(0)
+    shown = {"type": "image", "mimeType": "image/png", "data": base64.b64encode(picture).decode()}
+    got = as_result({"content": [{"type": "text", "text": f"here{MARK}:"}, shown, PNG]})
+    assert got.images == (picture,)
+    first, mark, refused = got.text.split("\n")
+    # A mark in the server's own text stands for no image.
+    assert (first, mark) == ("here\ufffd:", MARK)
+    assert "300 bytes" in refused and "not an image" in refused
+    assert MARK not in got.plain.split("\n")[1] and "image/png" in got.plain
+    behind = as_result({"content": [shown], "structuredContent": {"sum": 5}})
+    assert (behind.text, behind.images) == ('{"sum":5}\n' + MARK, (picture,))
+    failed = as_result({"content": [shown], "isError": True})
+    assert failed.error and failed.images == () and MARK not in failed.text
 
 
 SCHEMA: dict[str, Any] = {"type": "object"}
