@@ -389,6 +389,15 @@ REWARD_RULES = (servers, judge, extraction)
 
 
 def curriculum(c: RunConfig) -> str | None:
+    if (chosen := c.data.curriculum) is not None:
+        key = "data.curriculum"
+        if chosen.easy is None and chosen.hard is None:
+            if chosen.again or not chosen.by_length:
+                return f"{key} has no effect without {key}.easy, {key}.hard or {key}.by_length; give one"
+        elif chosen.easy is not None and chosen.hard is not None and chosen.hard >= chosen.easy:
+            return f"{key}.hard={chosen.hard:g} must be below {key}.easy={chosen.easy:g}"
+        if chosen.by_length and any(source.path.startswith(GENERATED_PREFIX) for source in parts(c.data)):
+            return f"{key}.by_length needs rows of files, and generated data are endless; leave it out"
     sources = parts(c.data)
     for name, source in zip(labels(c.data), sources, strict=True):
         steps = [step for step, _ in source.schedule]

@@ -31,6 +31,7 @@ COUNTERS = {
     "requeued": "groups put back by hand",
     "dropped": "groups dropped as too stale or rolled back",
     "refilled": "groups without signal replaced",
+    "passed_over": "tasks passed over by the curriculum",
     "accepted_without_signal": "groups without signal accepted",
     "eval_missing": "held-out samples given up",
     "fenced": "late results refused, as another worker has the sample",

@@ -23,6 +23,7 @@ that are ``coming``, so that it always ends. To add a policy: an entry in ORDERS
 """
 
 import math
+import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +42,7 @@ from rl_async.configs.derived import (
     shares_by_label,
     slack,
 )
+from rl_async.configs.schema.data import CurriculumConfig
 from rl_async.configs.schema.run import RunConfig
 
 Sampling = Literal["fifo", "freshest", "priority", "quota"]
@@ -230,7 +232,8 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
     groups at the head of the line, or from all with 0. ``consumer_bytes`` are kept of trained groups that consumers
     have not read. ``weights`` of the data sets are given by step. ``reward_limit`` bounds a reward and the parts named
     in ``reward_parts``. Clients' tasks may name only ``code``, unless it is None, and with ``replays`` clients may
-    submit none, since recorded groups alone are trained.
+    submit none, since recorded groups alone are trained. ``curriculum`` passes over tasks by their rewards, with a
+    ``seed``.
     """
 
     steps: int
@@ -254,6 +257,8 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
     reward_parts: tuple[str, ...] = ()
     code: ListedCode | None = None
     replays: bool = False
+    curriculum: CurriculumConfig | None = None
+    seed: int = 0
 
     @property
     def slots(self) -> int:
@@ -280,7 +285,14 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
         if not config.rollout.replay:
             return settings
         return msgspec.structs.replace(
-            settings, max_staleness=0, slack=0, sampling="fifo", window=0, max_refills=0, replays=True
+            settings,
+            max_staleness=0,
+            slack=0,
+            sampling="fifo",
+            window=0,
+            max_refills=0,
+            replays=True,
+            curriculum=None,
         )
 
     @classmethod
@@ -305,7 +317,22 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
             reward_limit=config.reward.limit,
             reward_parts=tuple(term.name for term in config.reward.functions),
             code=listed_code(config),
+            curriculum=config.data.curriculum,
+            seed=config.seed,
         )
+
+
+def passed_over(settings: QueueSettings, reward: float | None, draw: str) -> bool:
+    """Whether a task whose newest group had this mean ``reward``, or None, is left out by the curriculum.
+
+    ``draw`` makes the chance of training it again the same in every repetition.
+    """
+    chosen = settings.curriculum
+    if chosen is None or reward is None:
+        return False
+    easy = chosen.easy is not None and reward >= chosen.easy
+    hard = chosen.hard is not None and reward <= chosen.hard
+    return (easy or hard) and random.Random(f"{settings.seed} {draw}").random() >= chosen.again
 
 
 class Occupancy(NamedTuple):

@@ -19,11 +19,15 @@ from rl_async.transfer_queue.delivery import Delivery, TaskSource
 
 
 class QueueSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of the queue in a checkpoint: its untrained groups, and the task source's cursor after next_group."""
+    """The part of the queue in a checkpoint: its untrained groups, and the task source's cursor after next_group.
+
+    With a curriculum, ``measured`` are the tasks' mean rewards.
+    """
 
     next_group: int
     cursor: bytes
     groups: list[t.ReadmittedGroup]
+    measured: dict[str, float] = {}
 
 
 def decode_snapshot(body: bytes, step: int) -> QueueSnapshot:
@@ -269,6 +273,7 @@ class Batches:
             next_group=self._book.next_group,
             cursor=self._book.cursor,
             groups=sorted(groups, key=lambda group: group.group),
+            measured=self._book.measured,
         )
         return msgspec.msgpack.encode(snapshot)
 
@@ -335,6 +340,7 @@ class Batches:
                 samples=book.settings.group_size,
                 given_up=max(0, state.next_group - step * book.settings.batch_groups - len(state.groups)),
                 cursor=state.cursor,
+                measured=state.measured,
             )
         )
         return self._resume_answer()
@@ -433,6 +439,7 @@ class Batches:
         self._batches.clear()
         self._retired = event.step
         book.next_group, book.given_up, book.cursor = event.next_group, event.given_up, event.cursor
+        book.measured = dict(event.measured)
         for readmitted in event.readmitted:
             samples = [Sample() for _ in range(event.samples)]
             book.add(Group(readmitted.group, readmitted.task, TRAIN, samples, pinned=readmitted.step))

@@ -366,6 +366,7 @@ class BookState(msgspec.Struct, kw_only=True):
     submitted: list[Task] = []
     submissions: list[bytes] = []
     draining: bool = False
+    measured: dict[str, float] = {}
     regenerating: list[int] = msgspec.field(name="mending", default_factory=list)
 
 
@@ -414,6 +415,8 @@ class Book:
         # Groups without signal that may still be dropped.
         self.refills_left = settings.refill_allowance
         self.finished = False
+        # With a curriculum, the mean reward of each task's newest complete group.
+        self.measured: dict[str, float] = {}
         # The task source's cursor after the last admitted group.
         self.cursor = cursor
         self.payload_bytes = 0
@@ -693,6 +696,7 @@ class Book:
             submitted=list(self.submitted),
             submissions=list(self.submissions),
             draining=self.draining,
+            measured=dict(self.measured),
             regenerating=sorted(self.regenerating),
         )
 
@@ -705,6 +709,7 @@ class Book:
         self.cursor, self._largest_bytes = state.cursor, state.largest_bytes
         self.submitted, self.draining = deque(state.submitted), state.draining
         self.submissions = OrderedDict.fromkeys(state.submissions)
+        self.measured = dict(state.measured)
         self.dead_letters = {letter.group_id: letter for letter in state.dead_letters}
         self.regenerating = set(state.regenerating)
         self._take_over(state.groups)

@@ -523,13 +523,26 @@ class _Cursor(msgspec.Struct, array_like=True):
 
 
 class _Source:
-    """One data set, which has another order in each epoch if it is shuffled."""
+    """One data set, which has another order in each epoch if it is shuffled.
 
-    def __init__(self, rows: Rows, part: DataSource, label: str, seed: int | None, listed: ListedCode | None) -> None:
+    With ``shorter_first``, the first epoch is in the order of the prompts' lengths.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        part: DataSource,
+        label: str,
+        seed: int | None,
+        listed: ListedCode | None,
+        *,
+        shorter_first: bool = False,
+    ) -> None:
         self.rows, self.label, self.weights = rows, label, points_of(part)
         self._part, self._listed = part, listed
         # Without a seed, rows come in the file's order.
         self._seed = seed
+        self._shorter_first = shorter_first
         self._epoch, self._order = -1, list[int]()
 
     def task(self, drawn: int) -> Task:
@@ -537,10 +550,13 @@ class _Source:
         epoch, position = divmod(drawn, len(self.rows))
         number = position
         # Generated rows are random already.
-        if self._seed is not None and not self.rows.generated:
+        if (self._seed is not None or self._shorter_first) and not self.rows.generated:
             if epoch != self._epoch:
                 self._epoch, self._order = epoch, list(range(len(self.rows)))
-                random.Random(f"{self._seed} {self.label} {epoch}").shuffle(self._order)
+                if self._seed is not None:
+                    random.Random(f"{self._seed} {self.label} {epoch}").shuffle(self._order)
+                if self._shorter_first and epoch == 0:
+                    self._order.sort(key=lambda row: len(msgspec.json.encode(self.at(row).prompt)))
             number = self._order[position]
         return self.at(number)
 
@@ -688,7 +704,9 @@ def _training_sources(config: RunConfig) -> list[_Source]:
     sources = []
     for part, label in zip(parts(data), labels(data), strict=True):
         rows = open_rows(part.path, seed=config.seed, parameters=part.parameters)
-        sources.append(_Source(rows, part, label, config.seed if data.shuffle else None, listed))
+        seed = config.seed if data.shuffle else None
+        by_length = data.curriculum is not None and data.curriculum.by_length
+        sources.append(_Source(rows, part, label, seed, listed, shorter_first=by_length))
     return sources
 
 

@@ -10,7 +10,13 @@ from rl_async import messages as m
 from rl_async.configs.derived import code_problem
 from rl_async.errors import DataError
 from rl_async.transfer_queue import transitions as t
-from rl_async.transfer_queue.admission import is_short_of_bytes, may_admit, may_lease, may_lease_for
+from rl_async.transfer_queue.admission import (
+    is_short_of_bytes,
+    may_admit,
+    may_lease,
+    may_lease_for,
+    passed_over,
+)
 from rl_async.transfer_queue.book import (
     EVAL,
     EVAL_GROUPS,
@@ -29,6 +35,8 @@ from rl_async.transfer_queue.book import (
 
 # Tasks that wait to be admitted are held in memory.
 MOST_SUBMITTED = 100_000
+# The tasks in a row that a curriculum may leave out.
+MOST_PASSED_OVER = 10_000
 # The newest requests that submitted tasks.
 REMEMBERED = 4096
 
@@ -128,8 +136,17 @@ class Tasks:
         book = self._book
         if book.submitted:
             return book.submitted[0], book.cursor, True
-        task = self._source.next(book.next_step + len(book.open) // book.settings.batch_groups)
-        return None if task is None else (task, self._source.cursor(), False)
+        step = book.next_step + len(book.open) // book.settings.batch_groups
+        # If nearly all tasks are passed over, admission goes on with one of them.
+        for _ in range(MOST_PASSED_OVER):
+            task = self._source.next(step)
+            if task is None:
+                return None
+            cursor, reward = self._source.cursor(), book.measured.get(task.task_id)
+            if not passed_over(book.settings, reward, f"{task.task_id} {cursor.hex()}"):
+                break
+            book.unjournaled_counters["passed_over"] += 1
+        return task, cursor, False
 
     def refused(self, tasks: Sequence[m.Task]) -> m.Refused | None:
         """Refuse a client's tasks if one names code that is not listed in the config."""
@@ -232,8 +249,7 @@ class Delivery:
             t.LeaseLost: self.lease_lost,
             t.SamplesStored: self.samples_stored,
             t.SampleFailed: self.sample_failed,
-            # The sample that completed the group has made it READY.
-            t.GroupReady: lambda _: None,
+            t.GroupReady: self.group_ready,
             t.SignalWaived: self.signal_waived,
             t.GroupDropped: self.group_dropped,
             t.DeadLettered: self.dead_lettered,
@@ -571,6 +587,15 @@ class Delivery:
             self._book.leases.end(sample.worker, group.group_id, index)
             sample.worker = None
         return sample
+
+    def group_ready(self, event: t.GroupReady) -> None:
+        """Apply `GroupReady`: a curriculum measures its task. The sample that completed the group made it READY."""
+        book, group = self._book, self._book.groups[event.group]
+        if book.settings.curriculum is not None and event.partition == TRAIN:
+            # A greedy episode is no sample of the policy.
+            rewards = m.episode_rewards(header for header in group.headers() if not header.baseline).values()
+            if rewards:
+                book.measured[group.task.task_id] = sum(rewards) / len(rewards)
 
     def signal_waived(self, event: t.SignalWaived) -> None:
         self._book.counters["accepted_without_signal"] += 1

@@ -199,6 +199,7 @@ class RolledBack(Transition, frozen=True, kw_only=True):
     samples: int = 0
     given_up: int = 0
     cursor: bytes = b""
+    measured: dict[str, float] = {}
 
 
 class Submitted(Transition, frozen=True, kw_only=True):

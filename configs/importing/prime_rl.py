@@ -15,6 +15,7 @@ from rl_async.configs.importing.translation import (
 from rl_async.errors import ConfigError
 
 OPTIMIZER, LOSS, SAMPLING = "trainer.optim", "trainer.loss", "orchestrator.train.sampling"
+BUFFER = "orchestrator.buffer"
 KEYS = (
     Key("model.name", "model.path"),
     Key("trainer.model.name", "model.path"),
@@ -39,6 +40,10 @@ KEYS = (
     Key("trainer.model.lora.alpha", "trainer.lora.alpha", convert=int),
     Key("ckpt.interval", "trainer.checkpoint_every"),
     Key("ckpt.keep_last", "trainer.keep_checkpoints"),
+    # A pool of easy and one of hard tasks, which are not drawn from.
+    Key(f"{BUFFER}.easy_threshold", "data.curriculum.easy"),
+    Key(f"{BUFFER}.hard_threshold", "data.curriculum.hard"),
+    Key(f"{BUFFER}.online_difficulty_filtering", "algorithm.shaping.dynamic_sampling", False),
     Key("monitors.wandb.project", "tracking.project"),
     Key("wandb.project", "tracking.project"),
 )
@@ -47,6 +52,7 @@ ADAM_KEYS = (Key(f"{OPTIMIZER}.betas2", "trainer.beta2", 0.999),)
 UNCLIPPED = 1e9
 _ENGINE = "an engine's own settings; rollout.engine_args passes flags on"
 NO_COUNTERPART = {
+    BUFFER: "tasks come back from the pools by data.curriculum.again",
     "orchestrator.concurrency": "concurrent episodes are bounded by agent.concurrency, and start with it",
     "orchestrator.renderer": "chats are rendered by the model's own template",
     "orchestrator.algo.length_penalty": "rewards have no penalty for length but algorithm.shaping.overlong",

@@ -111,6 +111,21 @@ class DataSource(Config, frozen=True):
     ] = msgspec.field(default_factory=dict)
 
 
+class CurriculumConfig(Config, frozen=True):
+    """Which tasks are trained, by the mean reward of a task's newest group, and in which order."""
+
+    easy: Annotated[
+        float | None, doc("Tasks whose mean reward is this or more are passed over from then on; null: none.")
+    ] = None
+    hard: Annotated[
+        float | None, doc("Tasks whose mean reward is this or less are passed over from then on; null: none.")
+    ] = None
+    again: Annotated[
+        Fraction, doc("Chance that a task which would be passed over is trained, and so measured, again.")
+    ] = 0.0
+    by_length: Annotated[bool, doc("In the first epoch, tasks with shorter prompts come first.")] = False
+
+
 class DataConfig(Config, frozen=True):
     path: Annotated[
         str | tuple[DataSource, ...],
@@ -128,6 +143,9 @@ class DataConfig(Config, frozen=True):
         doc("Generator that writes path and eval_path if they are missing."),
     ] = None
     train_batch_groups: Annotated[Positive, doc("Groups (tasks) per trainer step.")] = 24
+    curriculum: Annotated[
+        CurriculumConfig | None, doc("Tasks chosen by rewards or length; by data set: path's schedule. null: none.")
+    ] = None
     shuffle: Annotated[bool, doc("Shuffle tasks, in another order each epoch, from the run's seed.")] = True
     max_prompt_tokens: Annotated[Positive, doc("A longer prompt is an error that names its row.")] = 1024
     trust_code: Annotated[

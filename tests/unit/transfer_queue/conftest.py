@@ -65,11 +65,14 @@ class Rig:
 
 @pytest.fixture
 def make_rig() -> Any:
-    """``make_rig(**settings)`` with two samples a group, two groups a step and two held-out tasks."""
+    """``make_rig(**settings)`` with two samples a group, two groups a step and two held-out tasks.
 
-    def make(**changes: Any) -> Rig:
+    With ``tasks`` the source repeats so many.
+    """
+
+    def make(*, tasks: int | None = None, **changes: Any) -> Rig:
         values: dict[str, Any] = {"steps": 10, "batch_groups": 2, "group_size": 2, "max_attempts": 2, "lease_s": 10.0}
-        source = Counted(task)
+        source = Counted(task if tasks is None else lambda number: task(number % tasks))
         seen: list[Transition] = []
         store = Store(QueueSettings(**(values | changes)), source, [task(100), task(101)], seen.append)
         return Rig(store, source, seen)

@@ -13,7 +13,7 @@ import pytest
 from rl_async.agent_loop.toy_tasks import make_data
 from rl_async.configs.checks import check
 from rl_async.configs.load import load_config
-from rl_async.configs.schema.data import DataConfig, DataSource, ModelConfig
+from rl_async.configs.schema.data import CurriculumConfig, DataConfig, DataSource, ModelConfig
 from rl_async.configs.schema.rollout import AgentConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError
@@ -212,6 +212,17 @@ def test_a_curriculum_changes_the_weights_and_a_cursor_finds_its_place(ten: str,
     fresh, _ = make_sources(config)
     fresh.seek(begun.cursor())
     assert [fresh.next(step) for step in steps[taken:]] == drawn[taken:]
+
+
+def test_the_first_epoch_may_begin_with_short_prompts(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "x.jsonl", [row("x" * length) for length in (5, 1, 9, 3)])
+    config = run_config(path, curriculum=CurriculumConfig(by_length=True))
+    stream, _ = make_sources(config)
+    lengths = [len(stream.next().prompt[0]["content"]) for _ in range(8)]
+    assert lengths[:4] == [1, 3, 5, 9] and sorted(lengths[4:]) == [1, 3, 5, 9]
+    again, _ = make_sources(config)
+    again.seek(stream.cursor())
+    assert again.next() == stream.next()
 
 
 def test_a_cursor_without_what_is_owed_is_taken(ten: str) -> None:

@@ -5,13 +5,14 @@ import math
 import pytest
 
 from rl_async.configs.schema.algorithm import AlgorithmConfig, ShapingConfig
-from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.data import CurriculumConfig, DataConfig, ModelConfig
 from rl_async.configs.schema.queue import QueueConfig
 from rl_async.configs.schema.rollout import AgentConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError
 from rl_async.messages import Done, NotReady, Refused, Reserved, Resumed
-from rl_async.transfer_queue.admission import QueueSettings
+from rl_async.transfer_queue import delivery
+from rl_async.transfer_queue.admission import QueueSettings, passed_over
 from rl_async.transfer_queue.delivery import MOST_SUBMITTED, NO_SIGNAL, GrowingTaskList, TaskList
 from rl_async.transfer_queue.transitions import Admitted, GroupDropped, Requeued, Submitted
 from tests.unit.transfer_queue.conftest import Rig, task
@@ -293,3 +294,48 @@ def test_a_lease_may_last_as_long_as_several_episodes(episode_s: float, lease_s:
         queue=QueueConfig(lease_s=lease_s),
     )
     assert QueueSettings.of(config).max_lease_s == expected
+
+
+def play(rig: Rig, rewards: dict[str, float], most: int = 100) -> list[str]:
+    """Play every group that may be leased, its first sample for this reward and the other for half; their tasks."""
+    played = rig.lease(max_groups=most)
+    for group in played:
+        reward = rewards[group.task.task_id]
+        put(rig, group, [reward, reward / 2])
+    return [group.task.task_id for group in played]
+
+
+def test_a_curriculum_passes_over_tasks_by_their_newest_reward(make_rig):
+    settings = {"tasks": 4, "steps": 20, "batch_groups": 4, "curriculum": CurriculumConfig(easy=0.75, hard=0.0)}
+    rig = make_rig(**settings)
+    rig.publish(0)
+    rewards = {"t0": 1.0, "t1": 0.0, "t2": 0.5, "t3": 0.9}
+    assert play(rig, rewards, 4) == ["t0", "t1", "t2", "t3"]
+    assert rig.store.book.measured == {"t0": 0.75, "t1": 0.0, "t2": 0.375, "t3": pytest.approx(0.675)}
+    rewards["t3"] = 1.0
+    assert play(rig, rewards, 2) == ["t2", "t3"]
+    # The last task of the source that is still trained.
+    assert play(rig, rewards, 1) == ["t2"]
+    assert counters(rig)["passed_over"] == 4
+    same_after_recovery(rig, make_rig, **settings)
+    snapshot = rig.store.batches.snapshot()
+    fresh = make_rig(**settings)
+    assert isinstance(fresh.store.resume(1, 1, snapshot), Resumed)
+    assert fresh.store.book.measured == rig.store.book.measured
+
+
+def test_a_curriculum_that_leaves_no_task_goes_on_with_one(make_rig, monkeypatch):
+    monkeypatch.setattr(delivery, "MOST_PASSED_OVER", 10)
+    rig = make_rig(tasks=2, max_staleness=3, curriculum=CurriculumConfig(easy=0.5))
+    rig.publish(0)
+    assert play(rig, {"t0": 1.0, "t1": 1.0}, 2) == ["t0", "t1"]
+    assert len(play(rig, {"t0": 1.0, "t1": 1.0}, 2)) == 2
+
+
+def test_tasks_that_are_passed_over_come_back_by_chance():
+    settings = QueueSettings(steps=1, batch_groups=1, group_size=1, curriculum=CurriculumConfig(easy=1.0, again=0.25))
+    kept = [not passed_over(settings, 1.0, f"{draw}") for draw in range(4000)]
+    # Eight standard deviations of the binomial distribution.
+    assert abs(sum(kept) - 1000) < 8 * math.sqrt(4000 * 0.25 * 0.75)
+    assert kept == [not passed_over(settings, 1.0, f"{draw}") for draw in range(4000)]
+    assert not passed_over(settings, None, "") and not passed_over(settings, 0.9, "")

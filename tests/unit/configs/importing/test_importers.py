@@ -11,6 +11,7 @@ from rl_async.configs.explain import choices, field_at
 from rl_async.configs.importing import prime_rl, slime, trl, verl
 from rl_async.configs.importing.importers import SOURCES
 from rl_async.configs.load import load_config
+from rl_async.configs.schema.data import CurriculumConfig
 from rl_async.configs.schema.formulas import ADVANTAGES, LOSSES
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
@@ -112,6 +113,17 @@ def test_a_toml_of_prime_rls(tmp_path: Path) -> None:
     assert config.queue.max_staleness == 8
     for key in ("of_tomorrow.key", "beta2", "max_staleness"):
         assert key in text
+
+
+def test_prime_rls_pools_are_a_curriculum(tmp_path: Path) -> None:
+    buffer = "orchestrator.buffer"
+    given = [f"{buffer}.easy_threshold=1.0", f"{buffer}.hard_threshold=0.0", f"{buffer}.easy_fraction=0.2"]
+    config, text = translated(
+        tmp_path, "prime-rl", "rl.toml", PRIME_RL, *given, f"{buffer}.online_difficulty_filtering=true"
+    )
+    assert config.data.curriculum == CurriculumConfig(easy=1.0, hard=0.0)
+    assert config.algorithm.shaping.dynamic_sampling is True
+    assert "easy_fraction" in text
 
 
 def test_devices_of_an_engine_are_not_counted_as_engines(tmp_path: Path) -> None:
