@@ -137,8 +137,8 @@ HINTS = {
     ),
     "loading": "Run with --ranks 1; if the peak stays, compare anonymous, not resident",
     "separate devices": (
-        "An engine does not start: its log. A publication hangs: if weight_sync.transport=gloo works, let NCCL log "
-        "(INFO), and choose its interface (docs/how-to/clusters.md)"
+        "An engine does not start: its log. A publication hangs: if weight_sync.transport=gloo works, choose the "
+        "interface of the other collectives (docs/how-to/clusters.md)"
     ),
     "shared devices": (
         "Out of memory on waking: smaller rollout.max_batch_size, or trainer.cpu_offload=true; while weights are "
