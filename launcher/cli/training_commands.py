@@ -50,8 +50,7 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
 def _launch(arguments: argparse.Namespace) -> int:
     from rl_async.configs.checks import no_room, unrewarded, without_effect
     from rl_async.configs.load import load_config
-    from rl_async.launcher.plan.machine import check_inputs
-    from rl_async.launcher.plan.outputs import check_logins, check_trackers
+    from rl_async.launcher.plan.machine import check_inputs, check_logins, check_trackers
     from rl_async.launcher.plan.trials import check_user_code, try_environment, try_mcp_servers
     from rl_async.launcher.run_folder import continuation, new_run, resumed_run, unfinished
     from rl_async.launcher.runs.rehearsal import Findings, rehearse

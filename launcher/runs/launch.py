@@ -36,9 +36,15 @@ from rl_async.insight.terminal import say
 from rl_async.installation import commit
 from rl_async.launcher.child_process import Executor, Lifeline, ThisMachine
 from rl_async.launcher.plan.artifacts import needs_data, needs_model, needs_preparation
-from rl_async.launcher.plan.machine import MachineRecord, check_engines, plan_here, settle_here, write_machine
+from rl_async.launcher.plan.machine import (
+    MachineRecord,
+    check_engines,
+    checkpoint_bytes,
+    plan_here,
+    settle_here,
+    write_machine,
+)
 from rl_async.launcher.plan.memory import STAGES, model_size
-from rl_async.launcher.plan.outputs import checkpoint_bytes
 from rl_async.launcher.plan.planning import Plan, assign_ports, endpoints
 from rl_async.launcher.plan.trials import write_tool_schemas
 from rl_async.launcher.run_folder import (
