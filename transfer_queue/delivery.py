@@ -138,15 +138,14 @@ class Tasks:
             return book.submitted[0], book.cursor, True
         step = book.next_step + len(book.open) // book.settings.batch_groups
         # If nearly all tasks are passed over, admission goes on with one of them.
-        for _ in range(MOST_PASSED_OVER):
-            task = self._source.next(step)
-            if task is None:
-                return None
+        left = MOST_PASSED_OVER
+        while (task := self._source.next(step)) is not None:
             cursor, reward = self._source.cursor(), book.measured.get(task.task_id)
-            if not passed_over(book.settings, reward, f"{task.task_id} {cursor.hex()}"):
-                break
+            left -= 1
+            if not left or not passed_over(book.settings, reward, f"{task.task_id} {cursor.hex()}"):
+                return task, cursor, False
             book.unjournaled_counters["passed_over"] += 1
-        return task, cursor, False
+        return None
 
     def refused(self, tasks: Sequence[m.Task]) -> m.Refused | None:
         """Refuse a client's tasks if one names code that is not listed in the config."""

@@ -375,9 +375,9 @@ def _same_named(truth: Form, answer: Form) -> bool:
             for side in (truth, answer)
         )
         return isinstance(one, Relation) and isinstance(other, Relation) and _same_relation(one, other)
-    one, other = _by_name(truth), _by_name(answer)
-    if one is not None and other is not None:
-        return _same_parts(one, other)
+    named, also = _by_name(truth), _by_name(answer)
+    if named is not None and also is not None:
+        return _same_parts(named, also)
     names = [side.name for side in (truth, answer) if isinstance(side, Named)]
     values = [side.value if isinstance(side, Named) else side for side in (truth, answer)]
     return len(set(names)) == 1 and not _has_names(values) and same(values[0], values[1])
