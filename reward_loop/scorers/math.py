@@ -368,8 +368,9 @@ def same(truth: Form, answer: Form) -> bool:
 
 
 def _same_named(truth: Form, answer: Form) -> bool:
-    if isinstance(truth, Relation) or isinstance(answer, Relation):
-        # The equation of a curve, solved for a variable on one side.
+    differ = isinstance(truth, Named) and isinstance(answer, Named) and truth.name != answer.name
+    if differ or isinstance(truth, Relation) or isinstance(answer, Relation):
+        # The equation of a curve, solved for a variable on one side, or for another on each.
         one, other = (
             Relation(("=",), (side.difference,)) if isinstance(side, Named) and side.difference is not None else side
             for side in (truth, answer)
@@ -614,7 +615,8 @@ def _list(part: Sequence[Token], depth: int) -> Form | None:
     # A comma before a conjunction belongs to it.
     parts = [piece for n, piece in enumerate(parts) if piece or marks[n - 1 : n + 1] not in ([",", "and"], [",", "or"])]
     forms = _forms(parts, depth)
-    names = {form.name if isinstance(form, Named) and not form.difference else "" for form in forms[:1]}
+    curves = [isinstance(form, Named) and form.difference and not isinstance(form.value, Words) for form in forms[:1]]
+    names = {form.name if isinstance(form, Named) and not curves[0] else "" for form in forms[:1]}
     names |= {form.name for form in forms if isinstance(form, Named)}
     if len(names) != 1 or names == {""}:
         return Many("", _flat(forms))
@@ -804,7 +806,8 @@ def _equation(sides: list[list[Token]], depth: int) -> Form:
     value = forms[-1]
     if not names:
         return value
-    curve = isinstance(value, Quantity) and len(sides) == len(names) == len(names[0]) == 1 and value.value.variables
+    side = _as_quantity(value)
+    curve = len(sides) == len(names) == len(names[0]) == 1 and side is not None and side.value.variables
     if not curve:
         # The sine of a letter is a name, and an expression as well.
         expression = len(names) == 1 and first[0].kind in (*FUNCTIONS, "|") and isinstance(value, Quantity)
