@@ -288,7 +288,8 @@ def slow_disk_text(report: StatusReport) -> str:
         return ""
     return (
         f"the queue's disk (or its Redis) takes {report.flush_s:.1f} s to flush, and the queue's answers wait for it: "
-        "give queue.sqlite.folder on a faster disk, or see queue.sqlite.synchronous"
+        "give queue.sqlite.folder on a faster disk, see queue.sqlite.synchronous, or look at the server of "
+        "queue.redis.url"
     )
 
 

@@ -334,6 +334,7 @@ def test_every_pass_counts() -> None:
     assert flops(models(), recomputes=True) == pytest.approx(4 * one)
     assert flops(models(), trains_policy=False) == pytest.approx(one)
     assert flops(models(reference=True)) == pytest.approx(4 * one)
+    assert flops(models(reference=True, teacher=True)) == pytest.approx(5 * one)
     assert flops(models(critic=True)) == pytest.approx(7 * one)
 
 

@@ -40,7 +40,14 @@ from rl_async.trainer.batches import Batch, plan_batch
 from rl_async.trainer.packing import Tensors
 from rl_async.trainer.ranks import pure_data_parallel
 from rl_async.trainer.records import explain
-from rl_async.trainer.update import Precomputed, Updated, advantage_inputs, penalised, update
+from rl_async.trainer.update import (
+    Precomputed,
+    Updated,
+    advantage_inputs,
+    greedy_baselines,
+    penalised,
+    update,
+)
 from tests.conftest import VOCAB, make_rows
 from tests.support.batches import whole_batch
 from tests.support.rounding import assert_near, rounding
@@ -156,6 +163,12 @@ def test_estimators_see_what_the_correction_made_of_each_token(correction: str, 
     if given:
         assert torch.equal(x.importance, updated.tokens.rows.pad_all(updated.tokens.corrected.weights.double()))
         assert not updated.tokens.corrected.keep[updated.tokens.rows.pack(x.mask)].all()
+
+
+def test_the_reward_of_a_greedy_episode_is_taken_as_it_is() -> None:
+    headers = [msgspec.structs.replace(row.header(), baseline=row.sample == 0) for row in make_rows(0, groups=1)]
+    baselines, found = greedy_baselines(headers, torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64))
+    assert baselines is not None and baselines.tolist() == [0.1] * 4 and found.all()
 
 
 def test_bypass_never_looks() -> None:
