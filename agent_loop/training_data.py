@@ -281,6 +281,8 @@ class ChatEncoder:
             return
         assert isinstance(chat, ChatRenderer)
         self._renderer = chat
+        # Only these know the marks that they put into what is printed.
+        self._tokens = chat.template_tokens
         self._end = self._renderer.decode([self._renderer.end_of_turn])
 
     def encode(self, chat: Chat) -> ChatTokens:

@@ -42,6 +42,8 @@ class TemplateTokens:
         self._backend: Tokenizer = tokenizer.backend_tokenizer
         added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
         printed = {i for text in _printed(tokenizer) for i in self._backend.encode(text, add_special_tokens=False).ids}
+        # Some tokenizers have the token that ends a turn as an ordinary one.
+        printed |= {*tokenizer.all_special_ids}
         control = {i: token for i, token in added.items() if token.special or i in printed}
         self._control = frozenset(control)
         # No text from outside can contain it.

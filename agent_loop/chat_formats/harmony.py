@@ -153,7 +153,7 @@ class HarmonyFormat(TokenizerFormat):
 
         Raises ValueError if the template prints a turn differently once the conversation goes on.
         """
-        given, offered = self._escaped(messages, ()), self._tokens.escape([*tools])
+        given, offered = self._escaped(messages, ()), self.template_tokens.escape([*tools])
         last = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
         whole, done = self._render(given[: last + 1], offered, generate=False), 0
         token_ids, mask = list[int](), list[bool]()
@@ -168,7 +168,7 @@ class HarmonyFormat(TokenizerFormat):
                     "reasoning, and with another end); make a line of each assistant turn, with what comes before it"
                 )
             for text, spoken in ((whole[done : len(before)], False), (whole[len(before) : len(after)], True)):
-                piece = self._tokens.encode(text)
+                piece = self.template_tokens.encode(text)
                 token_ids += piece
                 mask += [spoken] * len(piece)
             done = len(after)

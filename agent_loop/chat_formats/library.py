@@ -71,7 +71,7 @@ class LibraryFormat(TokenizerFormat):
             raise ConfigError(f"agent.chat_format: {name} needs the package renderers; run `{INSTALL}`")
         super().__init__(tokenizer)
         self.name = name
-        adapter = _Tokenizer(tokenizer, self._tokens)
+        adapter = _Tokenizer(tokenizer, self.template_tokens)
         self._renderer, self.agreed = max(self._candidates(adapter), key=lambda found: found[1])
         self.stop_token_ids = sorted({*self._renderer.get_stop_token_ids()})
         self._opening: list[int] = self._renderer.render_ids([_USER], add_generation_prompt=True)
@@ -133,11 +133,11 @@ class LibraryFormat(TokenizerFormat):
         Raises TooLong unless these are fewer than ``limit`` tokens, and CannotBridge after a turn that ended within its
         reasoning, or for a message of the assistant.
         """
-        least = text_size(messages) // self._tokens.longest_token
+        least = text_size(messages) // self.template_tokens.longest_token
         if least >= limit:
             raise TooLong(least)
         before = [*prompt_ids, *sampled_ids]
-        given, offered = self._escaped(messages, sampled), self._tokens.escape([*tools])
+        given, offered = self._escaped(messages, sampled), self.template_tokens.escape([*tools])
         with _refusals(self.name):
             found = self._renderer.bridge_to_next_turn(list(prompt_ids), list(sampled_ids), given, tools=offered)
         if found is None or found.token_ids[: len(before)] != before:
@@ -176,8 +176,8 @@ class LibraryFormat(TokenizerFormat):
         Raises ValueError if a turn comes after other tokens than those that an engine would be given before it.
         """
         spoken = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-        escaped = [m if place in spoken else self._tokens.escape(m) for place, m in enumerate(messages)]
-        given = self._tokens.escape([*tools]) or None
+        escaped = [m if place in spoken else self.template_tokens.escape(m) for place, m in enumerate(messages)]
+        given = self.template_tokens.escape([*tools]) or None
         found = self._renderer.render(escaped, tools=given)
         for place in spoken:
             before = self._renderer.render_ids(escaped[:place], tools=given, add_generation_prompt=True)
@@ -193,7 +193,9 @@ class LibraryFormat(TokenizerFormat):
     ) -> tuple[int, ...]:
         given = self._escaped(messages, sampled)
         with _refusals(self.name):
-            ids = self._renderer.render_ids(given, tools=self._tokens.escape(tools) or None, add_generation_prompt=True)
+            ids = self._renderer.render_ids(
+                given, tools=self.template_tokens.escape(tools) or None, add_generation_prompt=True
+            )
         return tuple(ids)
 
     def _written(self, message: Message, *, sampled: bool) -> Message:

@@ -98,7 +98,7 @@ class TokenizerFormat(ABC):
         self.pictures: PictureProcessor | None = None
         self._backend = tokenizer.backend_tokenizer
         self.cache = TokenCache(cache_bytes)
-        self._tokens = TemplateTokens(tokenizer)
+        self.template_tokens = TemplateTokens(tokenizer)
         probe: list[Message] = [{"role": "user", "content": "x"}]
         self.prints_tools = self._render(probe, [TOOL], generate=True) != self._render(probe, (), generate=True)
         self.plain_turns = False
@@ -107,7 +107,7 @@ class TokenizerFormat(ABC):
         self, messages: list[Message], tools: list[Any], sampled: list[int], limit: int
     ) -> tuple[int, ...]:
         """Encode a conversation and the opening of the assistant's turn; may raise TooLong beyond ``limit`` tokens."""
-        printed = self._render(self._escaped(messages, sampled), self._tokens.escape(tools), generate=True)
+        printed = self._render(self._escaped(messages, sampled), self.template_tokens.escape(tools), generate=True)
         return self._encode_printed(printed, limit)
 
     def parse(
@@ -227,7 +227,7 @@ class TokenizerFormat(ABC):
         self, limit: int, messages: Sequence[Message], given: Any, render: Callable[..., tuple[int, ...]]
     ) -> list[int]:
         """Encode the arguments ``given`` to ``render``, or return the cached tokens. Too long ones are not cached."""
-        least = text_size(messages) // self._tokens.longest_token
+        least = text_size(messages) // self.template_tokens.longest_token
         if least >= limit:
             raise TooLong(least)
         key = msgspec.json.encode(given)
@@ -241,7 +241,7 @@ class TokenizerFormat(ABC):
 
     def _encode_printed(self, printed: str, limit: int, after: str = "") -> tuple[int, ...]:
         """Encode as ``encode_printed`` does. Raises TooLong if the size of the text already exceeds the limit."""
-        least = self._tokens.least(printed)
+        least = self.template_tokens.least(printed)
         if least >= limit:
             raise TooLong(least)
         return tuple(self.encode_printed(printed, after))
@@ -251,8 +251,8 @@ class TokenizerFormat(ABC):
         # No token is shorter than a byte.
         if len(text.encode(errors="replace")) <= tokens:
             return text
-        text = text[: tokens * self._tokens.longest_token]
-        token_ids = self._tokens.encode_outside(text)
+        text = text[: tokens * self.template_tokens.longest_token]
+        token_ids = self.template_tokens.encode_outside(text)
         return text if len(token_ids) <= tokens else self.decode(token_ids[:tokens]).rstrip("\ufffd")
 
     def encode_printed(self, text: str, after: str = "") -> list[int]:
@@ -261,9 +261,9 @@ class TokenizerFormat(ABC):
         Some tokenizers put a space before a text, and others not behind special tokens.
         """
         if not after:
-            return self._tokens.encode(text)
-        before = self._tokens.encode(after)
-        token_ids = self._tokens.encode(after + text)
+            return self.template_tokens.encode(text)
+        before = self.template_tokens.encode(after)
+        token_ids = self.template_tokens.encode(after + text)
         if token_ids[: len(before)] != before:
             raise ValueError(f"{after!r} is not encoded by itself")
         return token_ids[len(before) :]
@@ -281,8 +281,8 @@ class TokenizerFormat(ABC):
         Texts are compared rather than ids, because a model may spell a text with other tokens than the tokenizer does;
         so text of the format's own that is split into other tokens than the template's passes, too.
         """
-        printed = self._render(self._escaped(messages, sampled), self._tokens.escape(tools), generate=False)
-        expected = self.decode(self.expand(self._tokens.encode(printed), messages)[0])
+        printed = self._render(self._escaped(messages, sampled), self.template_tokens.escape(tools), generate=False)
+        expected = self.decode(self.expand(self.template_tokens.encode(printed), messages)[0])
         actual = self.decode(token_ids)
         if expected.startswith(actual):
             return None
@@ -316,7 +316,7 @@ class TokenizerFormat(ABC):
             raise DataError("the conversation has images, and the model of model.path reads text only")
         flat = [m | {"tool_calls": flat_calls(m)} if m.get("tool_calls") else m for m in messages]
         written = [as_parts(self._written(m, sampled=place in sampled)) for place, m in enumerate(flat)]
-        return [m if place in sampled else self._tokens.escape(m) for place, m in enumerate(written)]
+        return [m if place in sampled else self.template_tokens.escape(m) for place, m in enumerate(written)]
 
 
 # The assistant's text in the placeholder conversation.
