@@ -38,7 +38,7 @@ from rl_async.agent_loop.tools.tool_registry import (
     require_listed,
     task_tools,
 )
-from rl_async.concurrency import Overdue, off_loop, within
+from rl_async.concurrency import Overdue, contained, off_loop, within
 from rl_async.configs.derived import CODE_TOOLS
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, EnvironmentFailed, EpisodeTimeout
@@ -315,7 +315,7 @@ class EpisodeRunner:
             )
             shared.begun.append(episode)
             name, loop = self._loop_of(shared.group.task)
-            reason: object = await loop(episode)
+            reason: object = await contained(loop(episode))
             # A user's loop may forget to return it.
             if not isinstance(reason, str):
                 raise ConfigError(

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rl_async.reward_loop.api import finite_number
+from rl_async.userload import encodable
 
 # A user's message as text, or chat messages; None says nothing.
 Observation = str | Sequence[dict[str, Any]] | None
@@ -38,4 +39,4 @@ def checked(step: Step) -> Step:
         done = done.item()
     if not isinstance(done, bool):
         raise ValueError(f"returned done={step.done!r:.80}, not a bool")
-    return step._replace(reward=reward, done=done, reason=str(step.reason))
+    return step._replace(reward=reward, done=done, reason=encodable(str(step.reason)))

@@ -20,7 +20,7 @@ from rl_async.configs.derived import samples_per_group
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, RlAsyncError
 from rl_async.messages import Done, Leased, LeasedGroup, Refused, Renewed, SampleKey, Task, Trajectory, by_role
-from rl_async.userload import raised_at
+from rl_async.userload import raised_at, told
 
 log = logging.getLogger("rl_async.agent_loop")
 
@@ -170,12 +170,17 @@ class AgentWorker:
                     self.refused += 1
                     log.info("sample %d.%d was stopped: another worker plays it by now", group.group_id, sample)
                     return
+                reply = None
+                if not isinstance(rows, str):
+                    try:
+                        reply = await self._queue.put(*rows, media=images)
+                        self.put += 1
+                    # A text that a user's loop put into them.
+                    except UnicodeEncodeError as error:
+                        rows = f"a text of its rows cannot be sent: {error}"
                 if isinstance(rows, str):
                     reply = await self._queue.fail(group.group_id, sample, group.attempt, rows)
                     self.failed += 1
-                else:
-                    reply = await self._queue.put(*rows, media=images)
-                    self.put += 1
             if isinstance(reply, Refused):
                 self.refused += 1
                 log.info("sample %d.%d was refused: %s", group.group_id, sample, reply.reason)
@@ -217,14 +222,14 @@ class AgentWorker:
             if self._replays:
                 raise
             self._log_failure(group, sample, error)
-            return f"{type(error).__name__}: {error}"
+            return told(error)
         # Loops and environments are the user's code and may raise anything. The queue counts failures and dead-letters
         # a group that keeps failing, with this text.
         except Exception as error:
             if self._replays:
                 raise
             self._log_failure(group, sample, error)
-            return f"{type(error).__name__}: {error}"
+            return told(error)
 
     def _log_failure(self, group: LeasedGroup, sample: int, error: Exception) -> None:
         """Log why a sample failed, unless enough similar failures were logged: errors of one class from one line.

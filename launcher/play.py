@@ -6,6 +6,7 @@ the remaining processes and removes the workspace, even if ``play`` itself was k
 ``FUNCTION(workspace, task, stdout)``, which may also take ``exit_code`` and ``stderr`` by name, returns the reward.
 """
 
+import asyncio
 import contextlib
 import inspect
 import logging
@@ -266,7 +267,7 @@ def load_grade(reference: str) -> Grade:
     except ConfigError:
         raise
     # Importing a user's file may raise anything.
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{KEY}: loading {reference} raised {type(error).__name__}: {error}") from error
     if not callable(function):
         raise ConfigError(f"{KEY}: {reference} is not a function of workspace, task and stdout")
@@ -282,8 +283,8 @@ def grade(function: Grade, workspace: Path, task: dict[str, Any], ended: Outcome
     try:
         asked = {name: getattr(ended, name) for name in BY_NAME if name in inspect.signature(function).parameters}
         score = to_score(function(workspace, task, ended.stdout, **asked))
-    # The user's code may raise anything, and only this episode fails by it.
-    except Exception as error:
+    # The user's code may raise anything, even SystemExit, and only this episode fails by it.
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
         raise CannotGrade(describe(error)) from error
     if REWARD in score.extra:
         raise CannotGrade(f"returned a number called {REWARD!r}, which is the name of the whole; call it another")

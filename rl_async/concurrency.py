@@ -109,14 +109,37 @@ def in_daemon_thread(work: Callable[[], T], name: str) -> "Future[T]":
         try:
             future.set_result(work())
         # Errors are raised again where the future is awaited.
-        except Exception as error:
-            future.set_exception(error)
-        # SystemExit, for example, must not end the thread that waits.
         except BaseException as error:
-            future.set_exception(RuntimeError(f"thread {name} ended by {error!r}"))
+            future.set_exception(_awaitable(error))
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+def _awaitable(error: BaseException) -> Exception:
+    """Return an error in place of one that asyncio takes for its own: an end of the process, of a task, or of a
+    coroutine, which nothing can await."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    return RuntimeError(f"raised {error!r:.200}")
+
+
+async def contained(work: Awaitable[T]) -> T:
+    """Return the result of users' ``work``, whose errors are all Exceptions.
+
+    SystemExit would end the event loop, and a CancelledError look as if somebody had cancelled this task.
+    """
+    try:
+        return await work
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise _awaitable(error) from error
+    except Exception:
+        raise
+    except BaseException as error:
+        raise _awaitable(error) from error
 
 
 async def opened_in_thread(opening: Callable[[], C], name: str) -> C:

@@ -36,6 +36,25 @@ def raised_at(error: BaseException) -> str:
     return f"{at.tb_frame.f_code.co_filename}:{at.tb_lineno}" if at is not None else "?"
 
 
+# Characters of a user's error that are passed on.
+MOST_SAID = 2000
+
+
+def told(error: BaseException) -> str:
+    """Describe an error of users' code by its class and the beginning of its text, in encodable characters."""
+    try:
+        text = str(error)[:MOST_SAID]
+    # A class of the user's may fail to say what happened.
+    except Exception as another:
+        text = f"its text raised {type(another).__name__}"
+    return encodable(f"{type(error).__name__}: {text}")
+
+
+def encodable(text: str) -> str:
+    """Return the text with a question mark for each half of a surrogate pair, which no message can carry."""
+    return text.encode(errors="replace").decode()
+
+
 def find_neighbours(folder: Path = Path()) -> None:
     """Let users' code import modules of ``folder`` and of the working directory.
 

@@ -17,28 +17,31 @@ from typing import Any, Protocol, Self
 from rl_async.agent_loop.chat_formats.format import Message
 from rl_async.agent_loop.step import Step, checked
 from rl_async.agent_loop.tools.tool import CallableTool
-from rl_async.concurrency import DaemonCalls
+from rl_async.concurrency import DaemonCalls, contained
 from rl_async.errors import ConfigError, EnvironmentFailed, RlAsyncError
 from rl_async.messages import Task
 from rl_async.reward_loop.api import Score, ScorerFailed, to_score
 from rl_async.transfer_queue.chat_messages import ROLES
 from rl_async.transfer_queue.images import canonical, images_of
-from rl_async.userload import raised_at
+from rl_async.userload import encodable, raised_at, told
 
 log = logging.getLogger("rl_async.agent_loop")
 
-# CSI (colours, movements of the cursor), OSC (titles, links), strings for devices, and other escapes.
+# CSI (colours, movements of the cursor), OSC (titles, links), strings for devices, and other escapes. A title or string
+# that does not end takes no more than its line, or nothing.
 _ESCAPE = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"
-    r"|(?:\x1b\]|\x9d)[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)?"
-    r"|\x1b[PX^_][^\x1b]*(?:\x1b\\)?"
+    r"|(?:\x1b\]|\x9d)(?:[^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c|\Z))?"
+    r"|\x1b[PX^_](?:[^\x1b]*\x1b\\)?"
     r"|\x1b[ -/]*[0-~]?"
 )
 _HIGHLIGHT = re.compile(r"\x1b\[(?:[0-9;]*;)?(?:4[0-7]|10[0-7])(?:;[0-9;]*)?m([^\x1b\n]+)\x1b\[(?:0|49)?m")
 
 
 def without_escapes(text: str) -> str:
-    """Remove ANSI escapes. A text on a coloured background, such as the player's position, is put in brackets."""
+    """Remove ANSI escapes, and half surrogate pairs. A text on a coloured background, such as the player's position, is
+    put in brackets."""
+    text = encodable(text)
     if "\x1b" not in text and "\x9b" not in text and "\x9d" not in text:
         return text
     return _ESCAPE.sub("", _HIGHLIGHT.sub(r"[\1]", text))
@@ -56,7 +59,7 @@ async def call_user(what: str, function: Callable[..., Any], *arguments: Any, ti
     try:
         async with asyncio.timeout(timeout_s) as deadline:
             if inspect.iscoroutinefunction(function):
-                return await function(*arguments)
+                return await contained(function(*arguments))
             return await USER_CALLS.call(lambda: function(*arguments))
     except RlAsyncError:
         raise
@@ -64,7 +67,7 @@ async def call_user(what: str, function: Callable[..., Any], *arguments: Any, ti
     except Exception as error:
         if deadline.expired():
             raise EnvironmentFailed(f"{what} did not finish within {timeout_s:g} s ({KEY})") from None
-        raise EnvironmentFailed(f"{what} raised {type(error).__name__}: {error} ({raised_at(error)})") from error
+        raise EnvironmentFailed(f"{what} raised {told(error)} ({raised_at(error)})") from error
 
 
 class Answering(Protocol):

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, Protocol, Self, get_type_hints
 import msgspec
 
 from rl_async.agent_loop.step import Step, checked
-from rl_async.concurrency import DaemonCalls
+from rl_async.concurrency import DaemonCalls, contained
 from rl_async.errors import ConfigError, EnvironmentFailed
 from rl_async.transfer_queue.images import IMAGE_PARTS, read_parts
-from rl_async.userload import raised_at
+from rl_async.userload import encodable, raised_at
 
 log = logging.getLogger("rl_async.agent_loop")
 
@@ -79,12 +79,13 @@ class Tool:
             value = await self._run(named, timeout_s)
             said = value.observation if isinstance(value, Step) else value
             text, images = ("", ()) if isinstance(value, Step) and said is None else _said(said)
+            text = encodable(text)
         except TimeoutError:
             return failed("timeout")
         # A tool is the user's code and may raise anything; its errors go to the model and do not end the run.
         except Exception as error:
             self._log_once(error)
-            return failed(str(error) or type(error).__name__)
+            return failed(encodable(str(error)) or type(error).__name__)
         if not isinstance(value, Step):
             return ToolResult(text, images=images)
         try:
@@ -106,7 +107,7 @@ class Tool:
             return self.function(**named)
         async with asyncio.timeout(timeout_s):
             if inspect.iscoroutinefunction(self.function):
-                return await self.function(**named)
+                return await contained(self.function(**named))
             return await self._threads.call(lambda: self.function(**named))
 
     @property

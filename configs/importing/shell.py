@@ -14,8 +14,8 @@ from typing import Any
 
 from rl_async.errors import ConfigError
 
-# A script may have so many characters, and a condition so many words; a word, and all words together, so many
-# characters with the values of variables; a loop so many rounds.
+# A script may have so many characters, a condition so many words, a loop so many rounds; a word, and all words
+# together, so many characters with the values of variables.
 MOST_SCRIPT = 1 << 17
 MOST_TEST = 200
 MOST_WORD = 1 << 16

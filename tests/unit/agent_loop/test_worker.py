@@ -246,6 +246,26 @@ async def test_an_episode_that_cancels_itself_has_failed(renderer: ChatRenderer,
     assert len(queue.failures) == 2 and "CancelledError" in queue.failures[0][2]
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "raise SystemExit(3)",
+        "raise KeyboardInterrupt",
+        "raise GeneratorExit",
+        "raise type('Own', (BaseException,), {})()",
+        "raise ValueError('half a pair: \\ud800')",
+        "raise type('Own', (Exception,), {'__str__': lambda self: 1 / 0})()",
+        "raise ValueError('x' * 10_000_000)",
+    ],
+)
+async def test_whatever_a_loop_raises_fails_its_sample_alone(renderer: ChatRenderer, tmp_path: Path, body: str) -> None:
+    (tmp_path / "loop.py").write_text(f"async def ends(episode):\n    {body}\n")
+    queue = FakeQueue([leased(samples=2)])
+    await run(queue, renderer, Engine(renderer), loop=f"{tmp_path}/loop.py:ends")
+    assert len(queue.failures) == 2
+    assert all(len(error.encode()) < 10_000 for _, _, error in queue.failures)
+
+
 async def test_late_rows_are_counted(renderer: ChatRenderer) -> None:
     group = leased(samples=1)
     group.samples = [99]

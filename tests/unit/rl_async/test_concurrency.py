@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rl_async import concurrency
-from rl_async.concurrency import Overdue, gather_or_cancel, to_the_end, within
+from rl_async.concurrency import DaemonCalls, Overdue, contained, gather_or_cancel, to_the_end, within
 
 
 class Work:
@@ -161,3 +161,28 @@ async def test_what_came_while_this_process_stood_still_is_in_time() -> None:
     await asyncio.sleep(0.01)
     time.sleep(3.0)  # noqa: ASYNC251  the process is to stand still
     assert await waiting == "in time"
+
+
+ENDS = [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), StopIteration(1), asyncio.CancelledError()]
+
+
+@pytest.mark.parametrize("error", ENDS, ids=repr)
+async def test_an_end_that_users_code_raises_is_an_error_to_its_caller(error: BaseException) -> None:
+    async def ends() -> None:
+        raise error
+
+    def ends_in_a_thread() -> None:
+        raise error
+
+    with pytest.raises(RuntimeError, match=type(error).__name__):
+        await contained(ends())
+    with pytest.raises(RuntimeError, match=type(error).__name__):
+        await within(30.0, DaemonCalls("test", "key").call(ends_in_a_thread))
+
+
+async def test_users_code_can_be_cancelled() -> None:
+    waiting = asyncio.ensure_future(contained(asyncio.get_running_loop().create_future()))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting

@@ -88,6 +88,16 @@ async def test_failures_are_results() -> None:
     assert (await call(unit, kind="k")).error == "bad arguments"
 
 
+async def test_half_surrogate_pairs_of_tools_become_question_marks() -> None:
+    def halves(a: int) -> str:
+        if a:
+            raise ValueError("\udcff")
+        return "a\ud800b"
+
+    assert await call(halves, a=0) == ToolResult("a?b")
+    assert await call(halves, a=1) == ToolResult("error: ?", "?")
+
+
 async def test_where_a_tool_raises_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     tool = Tool(broken)
     for number in range(3):
