@@ -568,3 +568,10 @@ def test_a_lent_engine_takes_turns_with_the_trainer_and_the_others_do_not() -> N
     assert [holder.process for holder in second.holders] == ["engine-0"]
     shares = ["--gpu-memory-utilization" in engine.argv for engine in found.engines]
     assert shares == [False, True]
+
+
+@pytest.mark.parametrize(("backend", "each"), [("megatron", 2), ("fsdp2", 4)])
+def test_a_reference_is_held_in_the_type_that_its_backend_computes_in(backend: str, each: int) -> None:
+    keys = (f"trainer.backend={backend}", "model.dtype=bfloat16", "algorithm.kl.coef=0.1")
+    found = the(planned(*keys, gpus=1), "trainer")[1]
+    assert found.stages["train"]["reference"] == each * SIZE.parameters
