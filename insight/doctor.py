@@ -420,7 +420,9 @@ def process_lines(seen: Observation) -> list[str]:
 
 def _where(seen: Observation, process: ObservedProcess) -> str:
     rank = seen.rank_of(process)
-    phase = "" if rank is None else f"step {rank.step}, {rank.phase} for {rank.for_s:.0f} s"
+    phase = "" if rank is None else f"step {rank.step}, {rank.phase}"
+    if rank is not None and not process.ended:
+        phase += f" for {rank.for_s:.0f} s"
     stack = f"in {process.stack[0].name}" if process.stack else process.waits_in
     state = "" if process.record.state == "running" else process.record.state
     restarts = f"{process.record.restarts} restarts" if process.record.restarts else ""

@@ -1,6 +1,7 @@
 """``rl-async``: parses the command line, runs one command, and turns its errors into messages and exit codes."""
 
 import argparse
+import difflib
 import errno
 import locale
 import os
@@ -9,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any, NoReturn
 
 from rl_async.configs.engines import ENGINES
@@ -89,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if getattr(arguments, "steady", False):
         steady_output()
     try:
+        _check_run(getattr(arguments, "run", None))
         code = command(arguments)
         sys.stdout.flush()
         return code
@@ -115,6 +118,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     finally:
         settle_output()
+
+
+def _check_run(run: object) -> None:
+    """Raise UserError for a run folder that does not exist, naming the nearest one beside it."""
+    if isinstance(run, Path) and not run.exists():
+        others = [str(folder) for folder in run.parent.iterdir() if folder.is_dir()] if run.parent.is_dir() else []
+        close = difflib.get_close_matches(str(run), others, n=1)
+        raise UserError(f"no run folder {run}; " + (f"did you mean {close[0]}?" if close else "name one as runs/NAME"))
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -33,6 +33,12 @@ def only_error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return captured.err
 
 
+def test_a_misspelt_run_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    for command in ("show", "doctor", "audit"):
+        assert "did you mean runs/mine?" in only_error(capsys, command, "runs/mien")
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -54,12 +60,12 @@ def only_error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["config", "from-verl", "missing.sh"], "missing.sh"),
         (["data", "make", "nothing"], "'nothing'"),
         (["data", "inspect", "missing.parquet"], "missing.parquet"),
-        (["audit", "missing"], "missing/ledger.jsonl"),
+        (["audit", "missing"], "no run folder missing"),
         (["gateway", "missing"], "missing/endpoints.json"),
         (["reward-model", "--pairs", "x.jsonl", "--model", "m", "--out", "rm"], "x.jsonl"),
         (["eval", "--config", "calculator", "data.eval_path=null"], "data.eval_path"),
         (["eval", "--config", "calculator", "model.path=typo"], "folder typo"),
-        (["doctor", "runs/mine", "--config", "calculator"], "--config"),
+        (["doctor", ".", "--config", "calculator"], "--config"),
         (["doctor", "--json"], "--json"),
     ],
 )
