@@ -20,6 +20,7 @@ from transformers.processing_utils import ProcessorMixin
 
 from rl_async import pictures
 from rl_async.errors import DataError, UserError
+from rl_async.picture_decoder import Want
 from rl_async.pictures import FAMILIES, PictureProcessor, read_picture
 from tests.support.vision_models import IMAGE, drawing, image_processor, vision_config, vision_tokenizer
 
@@ -150,6 +151,19 @@ def test_another_number_of_images_than_marks_is_refused(tmp_path: Path) -> None:
         processor.expand([1, processor.mark, 2], [drawing(0), drawing(1)])
     with pytest.raises(DataError, match="1 marks"):
         processor.expand([1, processor.mark, 2], [])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_follow_from_the_size_in_the_header(family: str, tmp_path: Path) -> None:
+    processor, draw = saved(family, tmp_path), random.Random(family)
+    for _ in range(20):
+        image = drawing(0, draw.randint(1, 90), draw.randint(1, 90))
+        tokens = processor.encode(image).tokens
+        assert processor.tokens(image) == tokens
+        # The rest of the file has pixels alone.
+        assert processor.tokens(image[: len(image) // 2], Want.HEADER) == tokens
+    with pytest.raises(DataError):
+        processor.tokens(image[: len(image) // 2])
 
 
 def test_a_shape_that_the_processor_refuses_is_an_error_of_the_data(tmp_path: Path) -> None:
