@@ -283,6 +283,7 @@ class WholeBatch:
         turns: int64 [M], assistant turn of each sampled token, -1 elsewhere.
         turn_rewards: [M], on the last token of their turn.
         constrained: bool [M], tokens that were sampled under a grammar's mask.
+        observed: bool [M], tokens of messages of others behind the row's first sampled token.
         grammar_weights: [M], set by ``without_masks``.
     """
 
@@ -294,6 +295,7 @@ class WholeBatch:
     turns: Tensor
     turn_rewards: Tensor
     constrained: Tensor
+    observed: Tensor
     grammar_weights: Tensor | None = None
 
     def without_masks(self, proximal: Tensor) -> "WholeBatch":
@@ -360,9 +362,11 @@ def numbered(keys: Sequence[Hashable]) -> Tensor:
 
 
 # Codes of a token in ``assemble``: 0 not sampled, 1 sampled outside any turn, 2 in assistant turn 0, 3 in turn 1, and
-# so on. CONSTRAINED is added to the code of a token that was sampled under a grammar's mask.
+# so on. CONSTRAINED is added to the code of a token that was sampled under a grammar's mask, and OBSERVED is that of a
+# token that was not sampled, but read after the first one that was.
 FIRST_TURN = 2
 CONSTRAINED = 1 << 30
+OBSERVED = 1 << 29
 
 
 def assemble(ranks: DataParallel, batch: Batch, max_staleness: int | None, trains: Tensor) -> WholeBatch:
@@ -393,7 +397,13 @@ def assemble(ranks: DataParallel, batch: Batch, max_staleness: int | None, train
             sampled = span.start + np.flatnonzero(row.loss_mask)
             for start, end in row.constrained:
                 codes[sampled[start:end]] += CONSTRAINED
+        for turn in row.turns:
+            if turn.role != "assistant" and turn.start > row.loss_mask.argmax():
+                there = codes[span.start + turn.start : span.start + turn.end]
+                there[there == 0] = OBSERVED
     ranks.all_reduce(torch.from_numpy(packed))
+    observed = codes == OBSERVED
+    codes[observed] = 0
     constrained = codes >= CONSTRAINED
     codes -= constrained * np.int32(CONSTRAINED)
     mask, age = np.zeros(codes.shape, bool), np.zeros(codes.shape, np.int64)
@@ -420,6 +430,7 @@ def assemble(ranks: DataParallel, batch: Batch, max_staleness: int | None, train
         turns=of_predicted(np.maximum(codes - FIRST_TURN, -1)).long(),
         turn_rewards=of_predicted(turn_rewards),
         constrained=of_predicted(constrained),
+        observed=of_predicted(observed) & trained,
     )
 
 

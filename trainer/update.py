@@ -201,6 +201,8 @@ SUMS = (
     "masked",
     "surprise",
     "imitated",
+    "unforeseen",
+    "observed",
 )
 
 
@@ -241,7 +243,8 @@ class LossSums:
         zero = torch.zeros((), dtype=torch.float64)
         totals = torch.stack([self.sums.get(name, zero).cpu() for name in SUMS])
         self.ranks.all_reduce(totals)
-        kl, entropy, clipped, tokens, routed, agreed, distance, taught, masked, surprise, imitated = totals.tolist()
+        kl, entropy, clipped, tokens, routed, agreed, distance, taught, masked, *means = totals.tolist()
+        surprise, imitated, unforeseen, observed = means
         metrics = {
             "loss/kl_reference": kl / max(tokens, 1),
             "loss/entropy": entropy / max(tokens, 1),
@@ -249,6 +252,7 @@ class LossSums:
         }
         metrics |= {"loss/kl_teacher": distance / taught} if taught else {}
         metrics |= {"loss/imitation": surprise / imitated} if imitated else {}
+        metrics |= {"loss/observations": unforeseen / observed} if observed else {}
         metrics |= {"loss/masked_fraction": masked / max(tokens, 1)} if "masked" in self.sums else {}
         return metrics | ({"router/agreement": agreed / routed} if routed else {})
 
@@ -493,6 +497,7 @@ class Objective:
         positions = whole.rows.positions(rows)
         counts = count(mask[positions], row_weights[rows], width)
         selected, uncertain = self._chosen(mask, positions, rows, seed)
+        observations, observed = self.config.observations, max(int(whole.observed[positions].sum()), 1)
         imitation, good, imitated = self.config.imitation, torch.zeros_like(whole.mask), 1
         if imitation is not None:
             by_row = torch.tensor([h.scored and h.reward > imitation.above for h in whole.headers])
@@ -561,6 +566,12 @@ class Objective:
                 loss = loss + imitation.coef * torch.where(own, surprise, 0.0).sum() / imitated
                 sums.add("surprise", surprise, own)
                 sums.add("imitated", torch.ones_like(surprise), own)
+            if observations is not None:
+                # A pass predicts every token of a row, so that those of others cost nothing more.
+                read = micro.cut(whole.observed)
+                loss = loss + observations.coef * torch.where(read, -logprobs, 0.0).sum() / observed
+                sums.add("unforeseen", -logprobs, read)
+                sums.add("observed", torch.ones_like(logprobs), read)
             sums.add("clipped", clipped, inputs.mask)
             sums.add("tokens", torch.ones_like(logprobs), inputs.mask)
             if kl is not None:

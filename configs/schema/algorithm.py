@@ -397,6 +397,12 @@ class ImitationConfig(Config, frozen=True):
     above: Annotated[float, doc("An answer is good if its reward, as scored, is above this.")] = 0.0
 
 
+class ObservationsConfig(Config, frozen=True):
+    """A language-model loss on what tools and environments answered, beside the policy's loss (ECHO)."""
+
+    coef: Annotated[float, Meta(gt=0, description="Weight of the mean of -log pi over the tokens of observations.")]
+
+
 class ShapingConfig(Config, frozen=True):
     """What happens to rewards and groups before advantages are computed."""
 
@@ -484,6 +490,7 @@ class AlgorithmConfig(Config, frozen=True):
     kl: KlConfig = KlConfig()
     teacher: Annotated[TeacherConfig | None, doc("A model that teaches the policy; null: none.")] = None
     imitation: Annotated[ImitationConfig | None, doc("Imitation of good answers; null: none.")] = None
+    observations: Annotated[ObservationsConfig | None, doc("Imitation of observations; null: none.")] = None
     shaping: ShapingConfig = ShapingConfig()
     guard: GuardConfig = GuardConfig()
 

@@ -18,6 +18,7 @@ from rl_async.configs.schema.algorithm import (
     ImitationConfig,
     KlConfig,
     LossOptions,
+    ObservationsConfig,
     OverlongConfig,
     ShapingConfig,
     TeacherConfig,
@@ -576,6 +577,25 @@ def test_answers_above_the_bound_are_imitated_beside_the_policys_loss() -> None:
     expected = RATE * 0.25 * torch.bincount(torch.from_numpy(good).long(), minlength=VOCAB) / len(good)
     torch.testing.assert_close(held.table - plain.table, expected.double(), atol=1e-9, rtol=1e-6)
     assert updated.metrics["loss/imitation"] == pytest.approx(4.0)
+
+
+def test_observations_are_learned_in_any_split_and_never_sampled_tokens_or_prompts() -> None:
+    rows = make_rows(0)
+    for row in rows:
+        # A prompt, an answer, a tool's result, and another answer.
+        end = len(row.token_ids)
+        row.loss_mask[6:8] = False
+        row.logprobs[6:8] = 0
+        row.versions = [VersionRun(Version(0, 0), 0, int(row.loss_mask.sum()))]
+        places = (("user", 0, 4), ("assistant", 4, 6), ("tool", 5, 8), ("assistant", 8, end))
+        row.turns = [Turn(role=role, text="", start=start, end=stop) for role, start, stop in places]
+    plain, without = train(rows, AlgorithmConfig())
+    held, updated = train(rows, AlgorithmConfig(observations=ObservationsConfig(coef=0.25)))
+    read = np.concatenate([row.token_ids[6:8] for row in rows])
+    expected = RATE * 0.25 * torch.bincount(torch.from_numpy(read).long(), minlength=VOCAB) / len(read)
+    torch.testing.assert_close(held.table - plain.table, expected.double(), atol=1e-9, rtol=1e-6)
+    assert updated.metrics["loss/observations"] == pytest.approx(4.0)
+    assert "loss/observations" not in without.metrics
 
 
 MARKOV_VOCAB = 4
