@@ -28,7 +28,7 @@ OF_ROWS = ["algorithm.aggregation=seq-mean-token-sum", "trainer.minibatches=1", 
 # Settings that a method needs besides its name, and why.
 NEEDS: dict[tuple[str, str], list[str]] = {
     ("advantage", "gae"): ["critic={learning_rate: 1e-3}"],
-    ("advantage", "prime"): ["critic={learning_rate: 1e-3}"],
+    ("advantage", "prime"): ["critic={learning_rate: 1e-4}", SLOWER],
     # The greedy answer beats most samples, so nearly all advantages are negative, and 1e-3 destroys the policy.
     ("advantage", "remax"): ["trainer.learning_rate=1e-4"],
     # Only a group with a single best sample has a signal, and of 16 samples usually several succeed.
