@@ -373,17 +373,13 @@ def run_prefix(name_or_path: Given, mode: str) -> str:
 
 def next_folder(root: Path, prefix: str) -> Path:
     """Return ``PREFIX-NNN`` with the number after the highest that exists."""
-    return root / f"{prefix}-{_last_number(root, prefix) + 1:03d}"
+    return root / f"{prefix}-{max(_numbers(root, prefix), default=0) + 1:03d}"
 
 
 def _folder(root: Path, name: str) -> Path:
     if not re.fullmatch(r"[\w.+=-]+", name) or name.startswith("."):
         raise UserError(f"--name: {name!r} is not a folder name; use letters, digits, '-', '_', '.', '+' and '='")
     return root / name
-
-
-def _last_number(root: Path, prefix: str) -> int:
-    return max(_numbers(root, prefix), default=0)
 
 
 def _numbers(root: Path, prefix: str) -> list[int]:

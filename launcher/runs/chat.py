@@ -366,7 +366,9 @@ class Chats:
         An empty ``name`` begins a conversation. The answer ends with its reader.
         """
         lines = asyncio.Queue[bytes]()
-        task = asyncio.create_task(self._answer(run, name, text, lambda part: lines.put_nowait(_line_of(part))))
+        task = asyncio.create_task(
+            self._answer(run, name, text, lambda part: lines.put_nowait(msgspec.json.encode(part) + b"\n"))
+        )
         task.add_done_callback(lambda _: lines.put_nowait(b""))
         try:
             while line := await lines.get():
@@ -411,10 +413,6 @@ class Chats:
             with contextlib.suppress(RlAsyncError):
                 await self._held.close()
         self._held = None
-
-
-def _line_of(part: Any) -> bytes:
-    return msgspec.json.encode(part) + b"\n"
 
 
 HELP = "/new begins a new conversation, /p shows the tokens of each answer with their probabilities, Ctrl-D ends"
