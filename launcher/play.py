@@ -1,8 +1,8 @@
 """``rl-async play``: runs an unchanged agent program for each episode of a run, and grades its work.
 
 ``Player`` leases episodes from the gateway, several at once, until the run is over. For each, ``started`` starts a
-keeper process (``play_keeper.py``), which starts the agent program in its own workspace. At the end the keeper kills
-the remaining processes and removes the workspace, even if ``play`` itself was killed. The user's
+keeper process (``rl_async/process/guard.py``), which starts the agent program in its own workspace. At the end the
+keeper kills the remaining processes and removes the workspace, even if ``play`` itself was killed. The user's
 ``FUNCTION(workspace, task, stdout)``, which may also take ``exit_code`` and ``stderr`` by name, returns the reward.
 """
 
@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 
 from rl_async.errors import ConfigError, RlAsyncError, UserError
 from rl_async.gateway import Gateway, GatewayError, RemoteEpisode
-from rl_async.launcher import play_keeper
+from rl_async.process import guard
 from rl_async.process.kernel import kill_marked
 from rl_async.reward_loop.api import REWARD, Score, to_score
 from rl_async.reward_loop.scorers.scorer_registry import describe
@@ -206,7 +206,8 @@ def started(program: Sequence[str], episode: RemoteEpisode, *, own_home: bool = 
         folder = Path(tempfile.gettempdir()) / f"rl-async-play-{os.urandom(8).hex()}"
         workspace = folder / "workspace"
         (lifeline_end, lifeline), (status, status_end) = _pipe(opened), _pipe(opened)
-        words = [sys.executable, "-I", "-S", play_keeper.__file__, str(lifeline_end), str(status_end), str(folder)]
+        words = [sys.executable, "-I", "-S", guard.__file__, guard.KEEP]
+        words += [str(lifeline_end), str(status_end), str(folder)]
         keeping = subprocess.Popen(
             [*words, *arguments(program, episode, workspace)],
             env=environment(episode, os.environ, folder / "home" if own_home else None),
@@ -243,7 +244,7 @@ def _end(keeping: "subprocess.Popen[bytes]", folder: Path, episode: RemoteEpisod
         kill_marked(MARK, episode.base_url)
     if os.path.lexists(folder):
         try:
-            play_keeper.remove(folder)
+            guard.remove(folder)
         except OSError as error:
             log.warning("%s cannot be removed: %s", folder, error.strerror)
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from rl_async.agent_loop.environments.host_pool import MODULE as HOST
-from rl_async.launcher import play_keeper
 from rl_async.process import guard
 from rl_async.process.kernel import ENDED, read_stat
 from rl_async.process.private_folder import private_folder
@@ -184,8 +183,8 @@ VICTIMS: dict[str, IsVictim] = {
     "sandbox": lambda process, _: process.name == "bwrap",
     "first process of a sandbox": _first_of_sandbox,
     "program in a sandbox": _in_sandbox,
-    "agent program": _kept(play_keeper.__file__),
-    "keeper of an agent program": lambda process, _: play_keeper.__file__ in process.argv,
+    "agent program": _kept(guard.KEEP),
+    "keeper of an agent program": lambda process, _: guard.KEEP in process.argv,
     "rl-async play": lambda process, _: process.argv[1:4] == ("-m", "rl_async.launcher.cli", "play"),
 }
 LOOP = f"agent.loop={HERE / 'loop.py'}:play"

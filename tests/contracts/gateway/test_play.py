@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
 from rl_async.gateway import Gateway, RemoteEpisode
-from rl_async.launcher import play_keeper
 from rl_async.launcher.play import CannotStart, StopPipe, started
+from rl_async.process import guard
 from rl_async.process.http_auth import make_tokens
 from rl_async.process.kernel import ENDED, state_of
 from rl_async.process.run_files import Endpoints, write_endpoints
@@ -240,7 +240,7 @@ def test_a_keeper_whose_play_is_gone_when_it_starts_leaves_nothing(tmp_path: Pat
     lifeline, gone = os.pipe()
     os.close(gone)
     status = os.open(os.devnull, os.O_WRONLY)
-    words = [play_keeper.__file__, str(lifeline), str(status), str(tmp_path / "its"), "sleep", "600"]
+    words = [guard.__file__, guard.KEEP, str(lifeline), str(status), str(tmp_path / "its"), "sleep", "600"]
     done = subprocess.run([sys.executable, "-I", "-S", *words], pass_fds=(lifeline, status), timeout=60)
     os.close(lifeline)
     os.close(status)
@@ -267,7 +267,7 @@ def test_what_a_program_locked_is_removed(tmp_path: Path) -> None:
     (folder / "workspace").mkdir()
     (folder / "workspace").chmod(0o500)
     folder.chmod(0)
-    play_keeper.remove(folder)
+    guard.remove(folder)
     assert not folder.exists()
 
 
@@ -302,4 +302,4 @@ def test_a_program_that_cannot_be_started_does_not_wait_for_the_deadline(tmp_pat
     episode = RemoteEpisode("e", "http://127.0.0.1:9/e/v1", {"prompt": []}, Gateway("http://127.0.0.1:9"))
     with StopPipe() as stop, started([str(script)], episode) as program:
         ended = program.wait(150.0, stop)
-        assert ended.exit_code == play_keeper.CANNOT_START and "cannot start" in ended.last_words
+        assert ended.exit_code == guard.CANNOT_START and "cannot start" in ended.last_words

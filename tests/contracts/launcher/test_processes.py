@@ -8,14 +8,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from rl_async.insight.doctor import request_stacks
 from rl_async.insight.roster import ProcessRecord
-from rl_async.launcher import play_keeper
 from rl_async.launcher import supervisor as children_module
 from rl_async.launcher.child_process import Child, Lifeline, RoleFailed, ThisMachine
 from rl_async.launcher.plan.planning import ProcessSpec
@@ -270,7 +268,7 @@ def test_what_does_not_end_is_named_and_not_waited_for(monkeypatch: pytest.Monke
 KILLS = """
 import ctypes, os
 from subprocess import DEVNULL, PIPE, Popen
-from {module} import kill_all
+from rl_async.process.guard import kill_all
 ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 child = Popen(["sh", "-c", "setsid sleep 600 & echo $!; wait"], stdout=PIPE, stderr=DEVNULL)
 print(child.pid, int(child.stdout.readline()), flush=True)
@@ -278,23 +276,21 @@ print(child.pid, int(child.stdout.readline()), flush=True)
 """
 
 
-def in_a_process(keeping: ModuleType, then: str) -> "subprocess.CompletedProcess[str]":
+def in_a_process(then: str) -> "subprocess.CompletedProcess[str]":
     """Run ``then`` in a process that has a child and a grandchild, whose pids it prints."""
-    program = KILLS.format(module=keeping.__name__, then=then)
+    program = KILLS.format(then=then)
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("keeping", [guard, play_keeper])
-def test_whoever_keeps_processes_kills_all_of_them(keeping: ModuleType) -> None:
-    done = in_a_process(keeping, "kill_all()")
+def test_whoever_keeps_processes_kills_all_of_them() -> None:
+    done = in_a_process("kill_all()")
     assert done.returncode == 0, done.stderr
     assert all(state_of(int(pid)) in ENDED for pid in done.stdout.split()) and state_of(os.getpid()) not in ENDED
 
 
-@pytest.mark.parametrize("keeping", [guard, play_keeper])
-def test_and_does_not_wait_for_ever_for_one_that_does_not_end(keeping: ModuleType) -> None:
+def test_and_does_not_wait_for_ever_for_one_that_does_not_end() -> None:
     immortal = "os.kill = lambda pid, number: None\nkill_all(within_s=0.1)"  # as if in an uninterruptible sleep
-    done = in_a_process(keeping, immortal)
+    done = in_a_process(immortal)
     child, grandchild = map(int, done.stdout.split())
     for pid in (child, grandchild):
         os.kill(pid, signal.SIGKILL)
