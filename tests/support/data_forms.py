@@ -307,6 +307,6 @@ def tables() -> str:
 
 def _outcome(form: Form) -> str:
     if form.refused:
-        return f"refused: {form.refused}"
+        return "refused"
     shown = form.value if isinstance(form.value, str) else json.dumps(form.value, ensure_ascii=False)
     return f"`{shown}`" if len(shown) < 130 else "read, with calls"
