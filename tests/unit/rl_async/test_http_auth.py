@@ -2,7 +2,7 @@
 
 import json
 import stat
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from rl_async.process.http_auth import (
     TOKEN_FILE,
     Access,
     RequireToken,
+    answer,
     bearer,
     make_tokens,
     run_token,
@@ -136,7 +137,50 @@ def test_a_server_outside_the_run_finds_the_token_for_metrics_beside_its_own(
     make_tokens(tmp_path / "keys")
     monkeypatch.setenv(TOKEN_FILE, str(token_file(tmp_path, "engines")))
     token = (b"authorization", f"Bearer {run_token(tmp_path, 'metrics')}".encode())
-    assert Access.from_environment().refusal("GET", "/metrics", HERE, (HOST, token)) is None
+    for access in (Access.from_environment(), Access.of_run(tmp_path, "engines", ())):
+        assert access.refusal("GET", "/metrics", HERE, (HOST, token)) is None
+
+
+def test_a_server_without_a_token_for_metrics_keeps_them_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tokens(tmp_path / "keys")
+    token_file(tmp_path, "metrics").unlink()
+    monkeypatch.setenv(TOKEN_FILE, str(token_file(tmp_path, "engines")))
+    made: list[str] = []
+
+    class Noted(Access):
+        def __init__(self, token: str, names: Iterable[str] = (), *, metrics: str = "") -> None:
+            made.append(metrics)
+            super().__init__(token, names, metrics=metrics)
+
+    Noted.from_environment()
+    assert made == [""]
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "asks"), [(401, "authentication_error", True), (418, "invalid_request_error", False)]
+)
+def test_a_refusal_says_its_kind_and_asks_for_a_token_only_if_one_lacks(code: int, kind: str, asks: bool) -> None:
+    body, headers = answer(code, "why")
+    assert json.loads(body)["error"] == {"type": kind, "message": "why", "code": code}
+    assert ((b"www-authenticate", b"Bearer") in headers) == asks
+
+
+async def test_the_middleware_says_with_which_method_a_request_came() -> None:
+    app = RequireToken(inner := Application(), Access(TOKEN, metrics="m" * 43))
+    for method in ("GET", "POST"):
+        scope = {"type": "http", "path": "/metrics", "method": method, "server": None, "headers": [HOST, METRICS_TOKEN]}
+        await app(scope, no_body, ignored)
+    assert inner.scopes == ["http"], "GET alone"
+
+
+async def no_body() -> MutableMapping[str, Any]:
+    raise AssertionError("a refused request's body is not read")
+
+
+async def ignored(message: MutableMapping[str, Any]) -> None:
+    """Take what the middleware answers."""
 
 
 def test_an_empty_token_is_none() -> None:
@@ -162,11 +206,8 @@ async def sent(app: RequireToken, kind: str, *headers: tuple[bytes, bytes]) -> l
     async def send(message: MutableMapping[str, Any]) -> None:
         messages.append(message)
 
-    async def receive() -> MutableMapping[str, Any]:
-        raise AssertionError("a refused request's body is not read")
-
     scope = {"type": kind, "path": "/x", "server": (HERE, 80), "headers": list(headers)}
-    await app(scope | ({"method": "GET"} if kind == "http" else {}), receive, send)
+    await app(scope | ({"method": "GET"} if kind == "http" else {}), no_body, send)
     return messages
 
 

@@ -2,9 +2,11 @@
 
 import fcntl
 import os
+import shutil
 import socket
 import tempfile
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -82,6 +84,22 @@ def test_what_a_killed_launcher_left_goes_when_the_next_one_starts_and_nothing_e
             assert not dead.exists()
             assert (by_hand / "queue").exists(), "a queue that was started by hand has no launcher"
             assert private_folder(tmp_path / "living").exists()
+
+
+def test_a_lock_whose_folder_was_removed_before_it_was_held_is_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, flock, locked = private_folder(tmp_path), fcntl.flock, []
+
+    def late(file: BinaryIO, operation: int) -> None:
+        if not locked:
+            shutil.rmtree(folder)
+        locked.append(operation)
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with hold_private_folder(tmp_path):
+        assert (folder / LOCK).exists() and len(locked) == 2
 
 
 def test_a_run_that_goes_on_after_a_kill_finds_nothing_of_before(tmp_path: Path) -> None:
