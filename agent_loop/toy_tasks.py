@@ -11,6 +11,7 @@
     sums        add two digits, in words that a pretrained model understands; no tools and no demonstrations
     digits      add two digits that an image shows, no tools
     noise       the same with images of noise, in which no model can read the digits
+    grid        find the cell of a grid in which a shape stands: zoom into a quarter, then the answer
 
 The demonstrations teach the format of tool calls but are often wrong, so that a warm-started model knows how to act and
 reinforcement learning has something to improve. To add a task, write how it is drawn and demonstrated, and add it to
@@ -29,12 +30,21 @@ import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
 from rl_async.agent_loop.chat_formats.format import BAD_CALL, CALL_END, CALL_START
-from rl_async.agent_loop.environments.built_in import NO_SUCH_ITEM, NOT_UNDERSTOOD, WISHES, reply
+from rl_async.agent_loop.environments.built_in import (
+    CELLS,
+    NO_SUCH_ITEM,
+    NOT_UNDERSTOOD,
+    QUARTERS,
+    WISHES,
+    draw_grid,
+    reply,
+)
 from rl_async.agent_loop.tools.arithmetic import evaluate
 from rl_async.errors import ConfigError
 from rl_async.files import written_whole
 
-Message = dict[str, str]
+# A result with an image has it as ``image``, beside the mark in its content.
+Message = dict[str, Any]
 
 
 class ToyTask(NamedTuple):
@@ -52,11 +62,6 @@ class ToyTask(NamedTuple):
     def key(self) -> tuple[str, bytes]:
         """Equal for tasks that ask the same."""
         return self.prompt, self.image
-
-    @property
-    def columns(self) -> dict[str, Any]:
-        """The column of its image, as verl has it; without one, nothing."""
-        return {"images": [{"bytes": self.image, "path": None}]} if self.image else {}
 
 
 class ToyTaskKind(NamedTuple):
@@ -139,7 +144,8 @@ def make_data(
         assert kind.demonstrate is not None
         sample = draw(kind.demonstrated or kind.sample)
         said = [*_prompt(kind, sample), *kind.demonstrate(sample, random_source)]
-        conversations.append({"messages": said, **sample.columns})
+        images = [sample.image, *(message.pop("image", b"") for message in said)]
+        conversations.append({"messages": said, **_columns(images)})
     target = Path(folder)
     _write(target / "train.parquet", [_row(name, "train", i, s) for i, s in enumerate(train_samples)])
     _write(target / "test.parquet", [_row(name, "test", i, s) for i, s in enumerate(test_samples.values())])
@@ -200,8 +206,14 @@ def _row(name: str, split: str, index: int, sample: ToyTask) -> dict[str, Any]:
         "reward_model": {"style": "rule", "ground_truth": sample.answer},
         "extra_info": {"split": split, "index": index, **sample.state},
         "agent_name": kind.agent,
-        **sample.columns,
+        **_columns([sample.image]),
     }
+
+
+def _columns(images: Sequence[bytes]) -> dict[str, Any]:
+    """Return the column of images as verl has it; without any, nothing."""
+    found = [{"bytes": image, "path": None} for image in images if image]
+    return {"images": found} if found else {}
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -490,6 +502,38 @@ def _demonstrate_digits(sample: ToyTask, random_source: random.Random) -> list[M
     return [assistant(f"{a}+{b}={a + b}")]
 
 
+# --- grid -----------------------------------------------------------------------------------------------------------
+
+# The shares of demonstrations that zoom into any quarter, and of the others that guess the row of the cell.
+ZOOMED_AT_RANDOM, GUESSED_ROW = 0.4, 0.6
+
+
+def _sample_grid(random_source: random.Random) -> ToyTask:
+    draw = random_source.randint
+    column, row = draw(0, CELLS - 1), draw(0, CELLS - 1)
+    state = {"column": column, "row": row, "x": draw(1, 3), "y": draw(1, 3), "shade": draw(0, 60)}
+    return ToyTask("<image>where?", _cell(column, row), state, draw_grid(state))
+
+
+def _cell(column: int, row: int) -> str:
+    return f"{'abcd'[column]}{row + 1}"
+
+
+def _demonstrate_grid(sample: ToyTask, random_source: random.Random) -> list[Message]:
+    half, column, row = CELLS // 2, sample.state["column"], sample.state["row"]
+    quarter = QUARTERS[row // half * 2 + column // half]
+    if random_source.random() < ZOOMED_AT_RANDOM:
+        quarter = random_source.choice(QUARTERS)
+    down, right = divmod(QUARTERS.index(quarter), 2)
+    if (column // half, row // half) != (right, down):
+        column = half * right + random_source.randrange(half)
+        row = half * down + random_source.randrange(half)
+    elif random_source.random() < GUESSED_ROW:
+        row = half * down + random_source.randrange(half)
+    crop = tool_result("<image>") | {"image": draw_grid(sample.state, quarter)}
+    return [assistant(tool_call("zoom", quarter=quarter)), crop, assistant(_cell(column, row))]
+
+
 KINDS = {
     "calculator": ToyTaskKind("tool_agent", "math", _sample_calculator, _demonstrate_calculator),
     "shop": ToyTaskKind("tool_agent", "shopping", _sample_shop, _demonstrate_shop),
@@ -510,6 +554,7 @@ KINDS = {
     "sums": ToyTaskKind("single_turn", "math", _sample_sums, None, held_out=32),
     "digits": ToyTaskKind("single_turn", "vision", _sample_digits, _demonstrate_digits, demos=8192),
     "noise": ToyTaskKind("single_turn", "vision", _sample_noise, _demonstrate_digits, demos=8192),
+    "grid": ToyTaskKind("tool_agent", "vision", _sample_grid, _demonstrate_grid, demos=8192),
 }
 # Preference pairs: the kind of task that their prompts are, and how to draw a pair.
 PAIRS = {"calculator-pairs": ("calculator", _pair_calculator)}

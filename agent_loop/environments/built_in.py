@@ -1,10 +1,14 @@
-"""The built-in environments: simulated and scripted users, and the worlds of the presets `order` and `shop`.
+"""The built-in environments: simulated and scripted users, and the worlds of the presets `order`, `shop` and `grid`.
 
-In `order` a scripted customer tells wishes when asked and leaves with an order. In `shop` a tool looks up prices.
+In `order` a scripted customer tells wishes when asked and leaves with an order. In `shop` a tool looks up prices. In
+`grid` a tool shows a part of an image larger.
 """
 
+import io
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from PIL import Image, ImageDraw
 
 from rl_async.agent_loop.chat_formats.format import Message
 from rl_async.agent_loop.environments.speakers import Services
@@ -156,3 +160,55 @@ class Shop:
 
 
 _LOOKUP = Tool(Shop.lookup, name="lookup", quick=True)
+
+
+# A grid has so many cells on a side, each of so many pixels; its quarters are numbered by rows.
+CELLS, CELL = 4, 8
+QUARTERS = ("1", "2", "3", "4")
+# The colours of the columns, which are darker from row to row. A tiny model can tell the cells apart by them, while a
+# tower without absolute positions takes long to learn where a patch lies.
+COLUMNS = ((255, 120, 120), (120, 255, 120), (120, 120, 255), (255, 255, 120))
+
+
+def draw_grid(state: Mapping[str, Any], quarter: str = "") -> bytes:
+    """Draw a shape in the cell at ``column`` and ``row`` as a PNG file, or a quarter of the grid twice as large."""
+    side = CELLS * CELL
+    image = Image.new("RGB", (side, side))
+    pencil = ImageDraw.Draw(image)
+    for row in range(CELLS):
+        for column, colour in enumerate(COLUMNS):
+            left, top = CELL * column, CELL * row
+            tint = tuple(level * (5 - row) // 5 for level in colour)
+            pencil.rectangle((left, top, left + CELL - 1, top + CELL - 1), fill=tint)
+    left, top = CELL * state["column"] + state["x"], CELL * state["row"] + state["y"]
+    pencil.ellipse((left, top, left + 4, top + 4), fill=(state["shade"],) * 3)
+    if quarter:
+        down, right = divmod(QUARTERS.index(quarter), 2)
+        half = side // 2
+        image = image.crop((half * right, half * down, half * right + half, half * down + half))
+        image = image.resize((side, side), Image.Resampling.NEAREST)
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+class Grid:
+    """A grid with a shape in one of its cells, of which the tool ``zoom`` shows a quarter."""
+
+    def __init__(self, task: Task, services: Services) -> None:
+        missing = [key for key in ("column", "row", "x", "y", "shade") if key not in task.extra]
+        if missing:
+            raise DataError(f"task {task.task_id}: environment grid needs extra_info.{missing[0]}")
+        self._state = task.extra
+
+    def tools(self) -> Sequence[Tool]:
+        return (_ZOOM.bound(self.zoom),)
+
+    def zoom(self, quarter: str) -> bytes:
+        """Show a quarter of the image, 1 to 4, larger."""
+        if quarter not in QUARTERS:
+            raise ValueError("quarters are 1 to 4")
+        return draw_grid(self._state, quarter)
+
+
+_ZOOM = Tool(Grid.zoom, name="zoom", quick=True)

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rl_async.agent_loop.environments.built_in import Customer, ScriptedUser, Shop, SimulatedUser
+from rl_async.agent_loop.environments.built_in import Customer, Grid, ScriptedUser, Shop, SimulatedUser
 from rl_async.agent_loop.environments.harbor import harbor_tasks
 from rl_async.agent_loop.environments.seeded import Gymnasium, OpenEnv, PettingZoo, ReasoningGym, text_arena
 from rl_async.agent_loop.environments.session import GameSession, Session, call_user, check_opponents
@@ -44,6 +44,7 @@ def _with_name(kind: Callable[[str, Task, Mapping[str, Any]], Any]) -> Callable[
 
 ENVIRONMENTS: dict[str, EnvironmentFactory] = {
     "shop": Shop,
+    "grid": Grid,
     "order": Customer,
     "scripted_user": ScriptedUser,
     "simulated_user": SimulatedUser,

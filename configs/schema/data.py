@@ -139,7 +139,7 @@ class DataConfig(Config, frozen=True):
         str | tuple[DataSource, ...] | None, doc("Held-out tasks, as data.path; null: no evaluation.")
     ] = None
     make: Annotated[
-        Literal["calculator", "shop", "market", "sort", "code", "order", "sums", "digits", "noise"] | None,
+        Literal["calculator", "shop", "market", "sort", "code", "order", "sums", "digits", "noise", "grid"] | None,
         doc("Generator that writes path and eval_path if they are missing."),
     ] = None
     train_batch_groups: Annotated[Positive, doc("Groups (tasks) per trainer step.")] = 24

@@ -1,11 +1,13 @@
-"""The preset `vision`: it learns to read digits in both modes, and nothing from images of noise."""
+"""The presets of images: `vision` learns to read digits in both modes, and nothing from noise; `grid` uses a tool."""
 
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rl_async.launcher.cli.__main__ import main
+from rl_async.recording import files_of_step, read_trajectories
 from tests.e2e.command import succeed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -31,6 +33,23 @@ def test_a_model_learns_to_read_digits(
     capsys.readouterr()
     assert main(["show", "runs/read"]) == 0
     assert "image/png, 32 x 32 pixels" in capsys.readouterr().out
+
+
+@pytest.mark.nightly
+def test_a_model_learns_to_zoom_and_to_read_the_tools_image(tmp_path: Path) -> None:
+    succeed(tmp_path, "launch", "--config", "grid", "--mode", "disaggregated", "--name", "find", timeout_s=800)
+    run = tmp_path / "runs/find"
+    first, *_, last = held_out(run)
+    # Most demonstrations guess a quarter or a row.
+    assert first < 0.75
+    assert last >= 0.9
+    (file,) = files_of_step(run / "trajectories", 0)
+    rows = [row for row in read_trajectories(file) if len(row.media) == 2]
+    assert rows
+    for row in rows:
+        # The tool's image is behind the call, and the answer behind it.
+        call, answer = np.flatnonzero(np.diff(row.loss_mask.astype(int)) == 1)
+        assert row.media[0].position < call < row.media[1].position < answer
 
 
 @pytest.mark.nightly

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from rl_async.agent_loop.environments.built_in import Shop
+from rl_async.agent_loop.environments.built_in import QUARTERS, Grid, Shop
 from rl_async.agent_loop.tools.arithmetic import evaluate
 from rl_async.agent_loop.toy_tasks import demonstrate_code, draw_digits, make_data, program, sample_code
 from rl_async.errors import ConfigError
@@ -123,6 +123,33 @@ async def test_the_shop_answers_what_the_demonstrations_of_market_show(tmp_path:
     assert (price.text, total.text) == (str(state["price"]), row["reward_model"]["ground_truth"])
     results = {m["content"] for r in _rows(tmp_path / "demos.parquet") for m in r["messages"] if m["role"] == "tool"}
     assert wrong.text in results
+
+
+def _darkest(image: bytes) -> tuple[int, int]:
+    """The column and row of the darkest pixel of a PNG file."""
+    pixels = np.asarray(read_picture(image)).max(2)
+    row, column = np.unravel_index(pixels.argmin(), pixels.shape)
+    return int(column), int(row)
+
+
+async def test_the_grids_tool_shows_its_quarters_larger(tmp_path: Path) -> None:
+    make_data("grid", tmp_path, train=20, held_out=50, demos=60)
+    for row in _rows(tmp_path / "train.parquet"):
+        (zoom,) = Grid(to_task(row, "here", "t"), services=None).tools()
+        column, line = (place // 8 for place in _darkest(row["images"][0]["bytes"]))
+        assert row["reward_model"]["ground_truth"] == f"{'abcd'[column]}{line + 1}"
+        for number, quarter in enumerate(QUARTERS):
+            (crop,) = (await zoom.call({"quarter": quarter}, timeout_s=60)).images
+            dark = np.asarray(read_picture(crop)).max(2).min() < 90
+            assert dark == (number == line // 2 * 2 + column // 2)
+            if dark:
+                assert [place // 16 for place in _darkest(crop)] == [column % 2, line % 2]
+        assert (await zoom.call({"quarter": "5"}, timeout_s=60)).error
+    held_out = {row["images"][0]["bytes"] for row in _rows(tmp_path / "test.parquet")}
+    for row in _rows(tmp_path / "demos.parquet"):
+        asked, call, shown, answer = (message["content"] for message in row["messages"])
+        assert (asked, shown) == ("<image>where?", "<image>") and "zoom" in call and len(answer) == 2
+        assert len(row["images"]) == 2 and row["images"][0]["bytes"] not in held_out
 
 
 @pytest.mark.parametrize("text", ["1+", "2**3", "abs(1)", "1/2", "", "9" * 25, "(1", "1 2"])
