@@ -41,8 +41,9 @@ def test_a_model_learns_to_zoom_and_to_read_the_tools_image(tmp_path: Path) -> N
     run = tmp_path / "runs/find"
     first, *_, last = held_out(run)
     # Most demonstrations guess a quarter or a row.
-    assert first < 0.75
-    assert last >= 0.9
+    assert first < 0.6
+    # The preset ends at 0.92; four standard deviations of 64 tasks are 0.14.
+    assert last >= 0.78
     (file,) = files_of_step(run / "trajectories", 0)
     rows = [row for row in read_trajectories(file) if len(row.media) == 2]
     assert rows
