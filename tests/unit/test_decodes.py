@@ -35,6 +35,8 @@ CHECKED = "decoded once before, when it was checked"
 WITHOUT = {
     ("rl_async/installation.py", "_source"): "metadata of the installed distribution",
     ("rl_async/recording.py", "read_trajectories"): CALLER,
+    ("rl_async/json_values.py", "lost_when_read"): CHECKED,
+    ("reward_loop/scorers/code_tests.py", "_decoded_value"): CALLER,
     ("rl_async/template_tokens.py", "_unprefixed"): "the tokenizer's library prints it",
     ("launcher/plan/trials.py", "main"): PEER,
     ("launcher/runs/rehearsal.py", "main"): PEER,
