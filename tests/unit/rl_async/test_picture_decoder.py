@@ -278,3 +278,24 @@ os._exit(0)
     pid, loads = out.split()
     assert loads == "False"
     wait_until(lambda: not os.path.exists(f"/proc/{pid}"))
+
+
+FORKED = """
+import os
+from rl_async.picture_decoder import DECODER, Want
+red, blue = (bytes.fromhex(data) for data in {images!r})
+assert DECODER.decode(red, Want.SIZE)[:2] == (3, 2)
+program = DECODER._program[0].pid
+if (child := os.fork()) == 0:
+    seen = DECODER.decode(blue, Want.SIZE)[:2] == (5, 4) and DECODER._program[0].pid != program
+    DECODER.close()
+    os._exit(0 if seen else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert DECODER.decode(red, Want.SIZE)[:2] == (3, 2) and DECODER._program[0].pid == program
+"""
+
+
+def test_a_fork_has_a_program_of_its_own() -> None:
+    images = [encoded(Image.new("RGB", size)).hex() for size in ((3, 2), (5, 4))]
+    done = subprocess.run([sys.executable, "-c", FORKED.format(images=images)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
