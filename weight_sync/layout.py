@@ -105,10 +105,21 @@ def joined(layouts: Sequence[Layout]) -> Layout:
     )
 
 
+# A stack of experts is divided by rows only into so many pieces: a publication plans each of them.
+MOST_PIECES = 1 << 14
+
+
 def sharded_dimension(shape: Sequence[int], ranks: int) -> int:
-    """Return the dimension along which FSDP2 divides a tensor among ``ranks``: 0, unless that would leave ranks with
-    more of a stack of experts [experts, rows, columns] than others, and its rows divide evenly."""
-    return 1 if len(shape) == 3 and shape[0] % ranks and not shape[1] % ranks else 0
+    """Return the dimension along which FSDP2 divides a tensor among ``ranks``.
+
+    It is 0, unless whole experts of a stack [experts, rows, columns] would give a rank over a quarter more than its
+    share, and rows divide evenly, into at most ``MOST_PIECES`` pieces of experts.
+    """
+    if len(shape) != 3:
+        return 0
+    experts, rows, _ = shape
+    uneven = -(-experts // ranks) * ranks > 1.25 * experts
+    return 1 if uneven and rows % ranks == 0 and experts * ranks <= MOST_PIECES else 0
 
 
 def fsdp2(tensors: Mapping[str, TensorSpec], ranks: int, replicas: int = 1) -> Layout:

@@ -56,25 +56,25 @@ def check(layout: Layout, copies: int, bucket: int = BUCKET) -> None:
 
 
 @pytest.mark.parametrize(
-    ("build", "billions", "ranks"),
+    ("build", "billions", "ranks", "replicas"),
     [
-        pytest.param(qwen3_235b, 235.1, 64, id="235B on 64"),
-        # Half of the ranks would hold no expert of 256, if experts were not divided.
-        pytest.param(deepseek_671b, 671.0, 512, id="671B on 512", marks=pytest.mark.nightly),
+        pytest.param(qwen3_235b, 235.1, 64, 1, id="235B on 64"),
+        # More ranks than experts would leave some without any.
+        pytest.param(deepseek_671b, 671.0, 256, 2, id="671B on 512", marks=pytest.mark.nightly),
     ],
 )
 def test_ranks_of_fsdp2_hold_equal_parts_and_send_each_element_once(
-    build: Callable[[], Any], billions: float, ranks: int
+    build: Callable[[], Any], billions: float, ranks: int, replicas: int
 ) -> None:
     specs = shapes(build)
     total = sum(volume(whole(spec.shape)) for spec in specs.values())
     assert round(total / 1e9, 1) == billions
-    stacked = fsdp2(specs, ranks)
+    stacked = fsdp2(specs, ranks, replicas)
     held = held_bytes(stacked)
-    assert len(held) == ranks
+    assert len(held) == ranks * replicas
     # Norms of a few thousand numbers are all that does not divide.
     assert max(held.values()) < 1.01 * 2 * total / ranks
-    check(single_layout(stacked), copies=1)
+    check(single_layout(stacked), replicas)
 
 
 def test_ranks_of_megatron_send_each_element_once_and_workers_need_no_more_than_their_part() -> None:

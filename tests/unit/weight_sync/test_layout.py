@@ -16,6 +16,7 @@ from rl_async.weight_sync.layout import (
     fsdp2,
     fused_parts,
     megatron,
+    sharded_dimension,
     slices,
     whole,
 )
@@ -48,7 +49,7 @@ def test_fsdp2_deals_rows_as_torch_does(ranks: int) -> None:
             assert [shard.box for shard in layout.shards[name] if shard.rank == rank] == expected
 
 
-@pytest.mark.parametrize(("experts", "ranks"), [(8, 16), (5, 2), (128, 96)])
+@pytest.mark.parametrize(("experts", "ranks"), [(8, 16), (3, 2), (128, 96)])
 def test_ranks_of_fsdp2_hold_equal_parts_of_experts_that_they_cannot_divide(experts: int, ranks: int) -> None:
     shape = (experts, 192, 5)
     layout = fsdp2({"t": TensorSpec(shape)}, ranks)
@@ -56,6 +57,13 @@ def test_ranks_of_fsdp2_hold_equal_parts_of_experts_that_they_cannot_divide(expe
         size, offset = _compute_local_shape_and_global_offset(shape, (ranks,), [rank], [Dealt(1)])
         assert boxes(layout, "t")[rank] == [tuple((o, o + n) for o, n in zip(offset, size, strict=True))]
         assert size == (experts, 192 // ranks, 5)
+
+
+@pytest.mark.parametrize("shape", [(60, 192, 5), (8, 191, 5), (256, 4096, 5), (5, 192)])
+def test_other_tensors_are_divided_by_their_first_dimension(shape: tuple[int, ...]) -> None:
+    """Experts that nearly divide, rows that do not, too many pieces, and a matrix."""
+    ranks = {60: 64, 8: 16, 256: 512, 5: 2}[shape[0]]
+    assert sharded_dimension(shape, ranks) == 0
 
 
 def test_replicas_of_fsdp2_hold_the_same() -> None:
