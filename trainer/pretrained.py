@@ -252,7 +252,7 @@ class Pretrained:
         return torch.empty(self._stored.shapes[name], device="meta")
 
     def _fill_rows(self, converted: _Converted, tensors: Mapping[str, Tensor]) -> None:
-        """Make row after row of those that this rank holds."""
+        """Make row after row of those that this rank holds. Of each it reads all, even if it holds only a part."""
         local, (rows, *rest) = own_part(tensors[converted.target])
         for row, number in enumerate(range(rows.start, rows.stop)):
             (made,) = self._convert(converted, slice(number, number + 1), self._stored.read).values()

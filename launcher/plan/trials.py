@@ -29,7 +29,6 @@ from rl_async.messages import Task
 from rl_async.process.role import own_module
 from rl_async.sandbox.kinds import make_sandbox
 from rl_async.transfer_queue.chat_messages import TOOLS_FILE
-from rl_async.transfer_queue.dataset import first_task
 from rl_async.userload import is_user_reference, load_user_object
 
 # Importing torch from a slow disk takes a minute.
@@ -191,6 +190,7 @@ def try_environment(config: RunConfig) -> None:
     naming the key, for an environment that the run could not use, and DataError for data without a task.
     """
     from rl_async.agent_loop.environments.environment_registry import by_seed
+    from rl_async.transfer_queue.dataset import first_task
 
     agent, name = config.agent, config.agent.environment
     if name is None or name == NEEDS_POLICY or config.rollout.replay:
@@ -215,6 +215,7 @@ def try_environment(config: RunConfig) -> None:
 def _try_player(config: RunConfig) -> None:
     """Load an environment in its own Python, with the first task if the data exist. Raises ConfigError."""
     from rl_async.agent_loop.environments.player.__main__ import command, settings
+    from rl_async.transfer_queue.dataset import first_task
 
     words, key = command(config), "agent.environment_hosts.python"
     there = config.data.make is None or Path(parts(config.data)[0].path).is_file()

@@ -180,7 +180,7 @@ def test_generated_pairs_differ_by_a_flaw_and_leave_held_out_prompts_alone(tmp_p
 
 
 def test_an_unknown_generator_names_the_known() -> None:
-    known = "calculator, shop, market, sort, code, order, sums, digits, noise, calculator-pairs"
+    known = "calculator, shop, market, sort, code, order, sums, digits, noise, grid, calculator-pairs"
     with pytest.raises(ConfigError, match=f"known: {known}"):
         make_pairs("chess-pairs", "/nowhere")
 

@@ -72,7 +72,11 @@ def config(advantage: str) -> RunConfig:
 def inputs(rows: list[Trajectory], advantage: str = "grpo") -> AdvantageInputs:
     whole = whole_batch(rows)
     before = Precomputed(
-        whole.behaviour, 2 * whole.behaviour, values=whole.behaviour + 0.5, sum_squares=whole.behaviour.exp()
+        whole.behaviour,
+        2 * whole.behaviour,
+        process=3 * whole.behaviour,
+        values=whole.behaviour + 0.5,
+        sum_squares=whole.behaviour.exp(),
     )
     return advantage_inputs(whole, before, None, config(advantage)).padded()
 

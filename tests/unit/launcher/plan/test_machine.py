@@ -504,7 +504,7 @@ def test_a_failed_question_names_the_key(monkeypatch: pytest.MonkeyPatch) -> Non
         ask_torch("cpu", (64, 192), 1)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A working directory and home without logins, and no packages but those in it."""
     monkeypatch.chdir(tmp_path)
@@ -521,6 +521,7 @@ def config(*overrides: str) -> RunConfig:
     return load_config("calculator", list(overrides))
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_tracker_is_a_package_and_not_the_folder_of_its_runs() -> None:
     online = config("tracking.backends=[console,jsonl,wandb]")
     with pytest.raises(UserError, match=r"^tracking\.backends: .*wandb"):
@@ -532,6 +533,7 @@ def test_a_tracker_is_a_package_and_not_the_folder_of_its_runs() -> None:
     check_trackers(online)
 
 
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", ["wandb", "swanlab"])
 def test_only_a_tracker_that_goes_online_needs_a_login(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backends = f"tracking.backends=[console,{name}]"
@@ -543,6 +545,7 @@ def test_only_a_tracker_that_goes_online_needs_a_login(name: str, monkeypatch: p
     check_logins(config(backends, "tracking.offline=false"))
 
 
+@pytest.mark.usefixtures("alone")
 def test_the_logins_that_the_trackers_keep_in_files_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = config("tracking.backends=[wandb]", "tracking.offline=false")
     Path(".netrc").write_text("machine api.wandb.ai login user password secret\n")
@@ -564,6 +567,7 @@ def test_the_logins_that_the_trackers_keep_in_files_are_found(monkeypatch: pytes
     check_logins(config("tracking.backends=[swanlab]", "tracking.offline=false"))
 
 
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("steps", "every", "keep", "there", "count"),
     [(50, 10, 2, 0, 3), (50, 10, 2, 2, 1), (50, 10, 2, 3, 1), (50, 0, 2, 0, 1), (11, 10, 5, 0, 2), (5, 10, 5, 0, 1)],
@@ -582,6 +586,7 @@ def test_checkpoints_that_are_kept_at_once_are_counted(
     assert checkpoint_bytes(config("trainer.lora={}"), tmp_path, size) == 0
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_disk_without_room_is_named(tmp_path: Path) -> None:
     check_disk(config(), tmp_path / "runs" / "a", ModelSize(parameters=1, kv_per_token=1))
     with pytest.raises(UserError, match=r"^launcher\.run_dir: "):
