@@ -591,6 +591,8 @@ def serve(run: Path, index: int, host: str, port: int, cache_bytes: int | None) 
     )
     engine = EngineThread(core, on_crash=_crash)
     server = EngineServer(engine, config.model.path, adapter_way(config) == "load")
+    dtype, used = str(model.dtype).removeprefix("torch."), listener.getsockname()[1]
+    log.info("serving %s in %s on %s port %d", config.model.path, dtype, host, used)
     try:
         with tracing.traced(config.tracking.otlp_endpoint, run, f"engine-{index}"):
             server_of(server.app, access).run(sockets=[listener])

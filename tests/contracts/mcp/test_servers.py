@@ -22,6 +22,7 @@ from rl_async.errors import ConfigError
 from rl_async.launcher.plan.trials import try_mcp_servers
 from rl_async.launcher.runs.tiny_model import mean_reward
 from rl_async.rollout_server.embedded.engine_thread import LocalEngine
+from rl_async.transfer_queue.images import MARK
 from tests.unit.agent_loop.conftest import demos
 from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config
 
@@ -86,7 +87,9 @@ async def test_every_kind_of_result(tmp_path: Path) -> None:
     async with connected(tmp_path, node("everything")) as toolbox:
         with toolbox.episode() as tools:
             assert "hello" in await call(tools, "echo", message="hello")
-            assert "image/png" in await call(tools, "get-tiny-image")
+            picture = await tools["get-tiny-image"].call({}, timeout_s=LONG_S)
+            assert MARK in picture.text and picture.images[0].startswith(b"\x89PNG")
+            assert "image/png" in picture.plain
             assert "resource" in await call(tools, "get-resource-links", count=2)
             assert await call(tools, "get-resource-reference", resourceType="Text", resourceId=1)
             assert json.loads(await call(tools, "get-structured-content", location="Chicago"))
