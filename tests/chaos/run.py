@@ -39,7 +39,8 @@ RUNS_IN_VAIN = 3  # at most, in a row, that end before a fault strikes
 STORM = 12  # faults at most between two steps, so that most strike a run that works
 NEED_NAMESPACES = ("loss", "delay", "full")
 NO_NAMESPACES = tuple(kind for kind in KINDS if kind not in NEED_NAMESPACES)
-LONG_S = 4.0  # of a fault on which doctor is asked
+# Doctor is asked about faults that last as long as this.
+LONG_S = 4.0
 CLI = (sys.executable, "-m", "rl_async.launcher.cli")
 RUN_KINDS = (Kind(True, True), Kind(False, True), Kind(True, False), Kind(False, False))  # in turn
 

@@ -69,7 +69,8 @@ class Proxy:
     def _join(self, near: socket.socket) -> None:
         try:
             far = socket.create_connection(self._target())
-        except OSError:  # the other end does not listen now, and the client learns of it by this
+        except OSError:
+            # The other end does not listen now, and the client learns of it by this.
             near.close()
             return
         ends = {near, far}

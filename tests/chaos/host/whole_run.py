@@ -227,9 +227,11 @@ SHARE = 0.9  # of each period in which a process stands still or packets are los
 PERIODS_S = (0.1, 1.0)
 FLUSH_S = (1.0, 5.0, 12.0)
 LAST_WORDS = 2000  # bytes
-ENDS = {"full": os.strerror(errno.ENOSPC).encode(), "memory": b"OutOfMemory"}  # last words of runs that faults ended
+# The last words of runs that faults ended.
+ENDS = {"full": os.strerror(errno.ENOSPC).encode(), "memory": b"OutOfMemory"}
 RUN_MB, REDIS_MB = 256, 64
-REDIS_PORTS = (6400, 6401)  # a master and its replica, until they change places
+# A master and its replica, until they change places.
+REDIS_PORTS = (6400, 6401)
 ROLES = ("queue", "shard", "engine", "worker", "gateway", "trainer", "launcher", "redis")
 RUN_FOLDER, REDIS_FOLDER, JUDGE = "run folder", "redis folder", "judge"
 ENGINE_LINK, REDIS_LINK = "engine link", "redis link"
@@ -244,13 +246,17 @@ KINDS = {  # of faults, and whom each strikes
     "delay": ROLES,  # its packets are lost most of the time, and arrive when they are sent again
     "fsync": ("queue", "trainer", "launcher", "redis"),
     "drip": (JUDGE,),
-    "late": (ENGINE_LINK, REDIS_LINK),  # each piece of what passes a proxy comes late
-    "hold": (ENGINE_LINK, REDIS_LINK),  # nothing passes
-    "cut": (ENGINE_LINK, REDIS_LINK),  # connections end
-    "promote": ("redis",),  # the master is gone, and its replica takes its place
-    "memory": ("queue", "engine", "worker", "trainer"),  # it gets no more than it has
+    # Through a proxy, pieces come late, nothing passes, or connections end.
+    "late": (ENGINE_LINK, REDIS_LINK),
+    "hold": (ENGINE_LINK, REDIS_LINK),
+    "cut": (ENGINE_LINK, REDIS_LINK),
+    # The master is gone, and its replica takes its place.
+    "promote": ("redis",),
+    # A process gets no more memory than it has.
+    "memory": ("queue", "engine", "worker", "trainer"),
 }
-SLOW = ("stall", "stutter", "delay", "fsync", "drip", "late", "hold", "promote")  # nobody dies of them
+# No process dies of these.
+SLOW = ("stall", "stutter", "delay", "fsync", "drip", "late", "hold", "promote")
 MARGIN_BYTES = 1 << 20
 STALLS_S = {  # what others wait for each of them, halved and doubled: see SMALL; Redis: socket_timeout of the journal
     **dict.fromkeys(("queue", "shard", "worker", "gateway", "launcher"), (8.0,)),
@@ -402,7 +408,8 @@ class WholeRun:
             try:
                 if replica.info("replication").get("master_link_status") != "up":
                     return False
-            except redis.ConnectionError:  # it is being started, or reads what it has
+            # It is being started, or reads what it has.
+            except redis.ConnectionError:
                 return False
             self._redis.kill()
             self._redis.wait()
@@ -420,7 +427,8 @@ class WholeRun:
             f"trainer.steps={self.expected.steps}",
             f"queue.redis.url={self._redis_url}",
             f"queue.host={queue}",
-            f"launcher.http_hosts=[{self._hub}]",  # by which others call the engine behind the proxy
+            # The name by which others call the engine behind the proxy.
+            f"launcher.http_hosts=[{self._hub}]",
             "reward.functions=[{name: exact_answer}, {name: judge, weight: 0.5}]",
             f"reward.judge={{url: '{self._judge.url}', model: m, timeout_s: 4, attempts: 2, cache: none}}",
         ]

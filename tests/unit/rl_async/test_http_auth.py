@@ -180,7 +180,7 @@ async def no_body() -> MutableMapping[str, Any]:
 
 
 async def ignored(message: MutableMapping[str, Any]) -> None:
-    """Take what the middleware answers."""
+    """Discard a message of the middleware's answer."""
 
 
 def test_an_empty_token_is_none() -> None:
