@@ -42,8 +42,12 @@ class RopeConfig(Config, frozen=True):
     attention_factor: Annotated[Above | None, doc("yarn: factor of the scores; null: by the paper.")] = None
     beta_fast: Annotated[Above | None, doc("yarn: turns beyond which a frequency stays.")] = None
     beta_slow: Annotated[Above | None, doc("yarn: turns below which a frequency is interpolated.")] = None
-    low_freq_factor: Annotated[Above | None, doc("llama3: the same limit, as a share of the positions.")] = None
-    high_freq_factor: Annotated[Above | None, doc("llama3: the other limit.")] = None
+    low_freq_factor: Annotated[
+        Above | None, doc("llama3: wavelengths beyond the positions divided by this are scaled.")
+    ] = None
+    high_freq_factor: Annotated[Above | None, doc("llama3: wavelengths below the positions divided by this stay.")] = (
+        None
+    )
 
     @property
     def options(self) -> dict[str, float]:
