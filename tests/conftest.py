@@ -55,6 +55,20 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave each ``keep``-th row of a table to ``make test`` and the others to ``make test-slow``.
+
+    For tables whose rows each cost processes: neighbouring rows are of one kind, and the code is the same for all.
+    """
+    for item in items:
+        for mark in item.iter_markers("thinned"):
+            parameter, keep = mark.args
+            assert isinstance(item, pytest.Function)
+            if item.callspec.indices[parameter] % keep:
+                item.add_marker(pytest.mark.slow)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_report_to_serializable() -> Generator[None, Any, Any]:
     """Escape half surrogate pairs, which logs of a passing test may contain, and which would end a worker of xdist."""

@@ -65,6 +65,8 @@ IMPLEMENTATIONS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "megatron TP2 DP2 EP2": (4, MEGATRON | {"tensor_parallel": 2, "expert_parallel": 2}, ("qwen3-moe",)),
     "megatron TP2 DP2 EP4": (4, MEGATRON | {"tensor_parallel": 2, "expert_parallel": 4}, ("qwen3-moe",)),
 }
+# tests/unit/trainer/test_model.py tries its option, too.
+TRIED_ALONE = {"fsdp2 x1 checkpointed"}
 # The layouts that only combine options of others.
 COMBINED = {
     "fsdp2 x2 compiled, that share rows",
@@ -77,7 +79,7 @@ def tried(name: str, ranks: int, sizes: dict[str, Any]) -> list[pytest.MarkDecor
     """Return the marks that say which target of the Makefile tries a layout."""
     if name in COMBINED:
         return [pytest.mark.nightly]
-    return [pytest.mark.slow] if ranks > 2 or "compile" in sizes else []
+    return [pytest.mark.slow] if ranks > 2 or "compile" in sizes or name in TRIED_ALONE else []
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,7 @@ async def test_the_tests_are_nowhere_before_the_end() -> None:
         assert "judge.py" not in await said(world, "find / -name judge.py 2>/dev/null")
 
 
+@pytest.mark.thinned("sabotage", 3)
 @needs_bwrap
 @pytest.mark.parametrize(
     "sabotage",

@@ -74,6 +74,7 @@ async def score(settings: SandboxConfig, program: str, truth: Any, **code: Any) 
         return await score_by(service, f"I think:\n```python\n{program}\n```", task(text))
 
 
+@pytest.mark.thinned("program", 3)
 @pytest.mark.parametrize(
     ("program", "truth", "reward"),
     [
@@ -137,6 +138,7 @@ COMPUTED = "want = 1 + 2\nassert add(1, 2) == want"
 ZERO = "def add(a, b):\n    return 0\n"
 
 
+@pytest.mark.thinned("program", 4)
 @pytest.mark.parametrize(
     ("program", "truth"),
     [
@@ -213,6 +215,7 @@ async def test_a_program_that_is_wrong_passes_no_test(settings: SandboxConfig, p
     assert (scored.scored, scored.error, scored.reward) == (True, "", 0.0)
 
 
+@pytest.mark.thinned("program", 3)
 @pytest.mark.parametrize(
     ("program", "truth", "reward"),
     [
@@ -440,6 +443,7 @@ forge(text)""",
 }
 
 
+@pytest.mark.thinned("name", 3)
 @pytest.mark.parametrize("name", SEARCHES)
 async def test_a_program_that_searches_for_its_tests_finds_nothing(settings: SandboxConfig, name: str) -> None:
     scored = await score(settings, searching(SEARCHES[name]), COMPUTED)
@@ -453,6 +457,7 @@ async def test_beside_the_program_literals_are_compared_outside(settings: Sandbo
     assert (scored.scored, scored.error, scored.reward) == (True, "", 0.0)
 
 
+@pytest.mark.thinned("program", 3)
 @pytest.mark.parametrize(
     ("program", "truth"),
     [

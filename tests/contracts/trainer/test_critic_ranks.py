@@ -20,6 +20,7 @@ def train(model: Path, out: Path, ranks: int, *arguments: str) -> tuple[dict[str
     return load_file(out / "tensors.safetensors"), json.loads((out / "metrics.json").read_text())
 
 
+@pytest.mark.thinned("kind", 2)
 @pytest.mark.parametrize(("kind", "correction"), [("own", "bypass_ppo_clip"), ("shared", "decoupled_token_is")])
 def test_both_models_learn_the_same_on_any_ranks(
     model_folder: Path, tmp_path: Path, kind: str, correction: str

@@ -118,6 +118,7 @@ def test_given_again_a_finished_run_is_left_alone_and_another_one_refused(
     assert other.returncode == 2 and other.stderr.startswith("error: seed=1: ") and "plain.run" in other.stderr
 
 
+@pytest.mark.slow
 def test_resumed_from_a_checkpoint_it_ends_as_if_undisturbed(
     home: Path, undisturbed: "subprocess.CompletedProcess[str]"
 ) -> None:

@@ -113,6 +113,7 @@ def rows_of(outputs: Tensor | None, tensors: Tensors) -> list[Tensor]:
     return [one[: length - 1] for one, length in zip(outputs, tensors.lengths.tolist(), strict=True)]
 
 
+@pytest.mark.thinned("family", 2)
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_rows_equal_rows_alone_in_results_and_gradients(family: str, share: bool, tmp_path: Path) -> None:
@@ -158,6 +159,7 @@ def loss(_: int, outputs: Outputs) -> Tensor:
     return -outputs.logprobs.mean()
 
 
+@pytest.mark.thinned("family", 2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_a_step_trained_is_published_saved_and_loaded_again(family: str, tmp_path: Path) -> None:
     save_vision_model(family, tmp_path / "model")

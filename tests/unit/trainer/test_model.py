@@ -460,6 +460,7 @@ def test_records_of_other_models_are_refused(tmp_path: Path) -> None:
             backend.forward(msgspec.structs.replace(batch, experts=wrong))
 
 
+@pytest.mark.thinned("kind", 2)
 @pytest.mark.parametrize(
     ("kind", "options", "replays", "fails"),
     [

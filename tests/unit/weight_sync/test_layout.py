@@ -126,6 +126,7 @@ def test_a_tied_embedding_is_on_megatrons_first_and_last_stage() -> None:
     assert rows(layout, "model.embed_tokens.weight") == [(0, 10), None, (0, 10)]
 
 
+@pytest.mark.thinned("ep", 2)
 @pytest.mark.filterwarnings("ignore")  # of Megatron's own imports
 @pytest.mark.parametrize(("tp", "dp", "pp"), [(2, 2, 2), (4, 1, 1), (1, 4, 2), (2, 4, 1)])
 @pytest.mark.parametrize(("ep", "expert_tp"), [(1, 1), (2, 1), (4, 1), (2, 2)])

@@ -105,6 +105,7 @@ def received(
     return got, infos, shipment.nbytes
 
 
+@pytest.mark.thinned("layout", 2)
 @pytest.mark.parametrize("hold", ["no", "stage"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("bucket_bytes", [16, 70, 1 << 20])
@@ -203,6 +204,7 @@ def named(value: float) -> dict[str, Tensor]:
     return {"a": torch.full((4,), float(value)), "b": torch.full((4,), float(value))}
 
 
+@pytest.mark.thinned("transport", 2)
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("transport", TRANSPORTS)
