@@ -35,6 +35,15 @@ LONG = 10_000
 _SKELETON = ({"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}, {"role": "tool", "content": "x"})
 
 
+def read_tokenizer(path: str) -> PreTrainedTokenizerFast:
+    """Read the tokenizer of a folder. Raises ValueError if its files are missing or damaged."""
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(path)
+    # The library raises a bare Exception for a damaged tokenizer.json, and any other for JSON of another form.
+    except Exception as error:
+        raise ValueError(str(error).strip().partition("\n")[0] or type(error).__name__) from error
+
+
 class TemplateTokens:
     """The special tokens of one tokenizer, and all added tokens that its chat template prints by itself."""
 

@@ -17,6 +17,7 @@ from rl_async.configs.schema.rollout import LIBRARY_NAMES, AgentConfig, ChatForm
 from rl_async.errors import ConfigError
 from rl_async.files import DAMAGE, GENERATION_CONFIG
 from rl_async.pictures import PictureProcessor
+from rl_async.template_tokens import read_tokenizer
 
 log = logging.getLogger("rl_async.agent_loop")
 
@@ -92,7 +93,7 @@ def load_format(model_path: str, agent: AgentConfig) -> ChatFormat:
     template does not print or whose calls cannot be read.
     """
     try:
-        chat = choose(PreTrainedTokenizerFast.from_pretrained(model_path), agent.chat_format)
+        chat = choose(read_tokenizer(model_path), agent.chat_format)
     except (OSError, ValueError, jinja2.TemplateError) as error:
         raise ConfigError(f"model.path: {model_path} has no usable tokenizer with a chat template: {error}") from error
     chat.pictures = PictureProcessor.load(model_path)

@@ -1,7 +1,10 @@
 """The files that a run needs before its processes start: data and models. Imports nothing heavy."""
 
+import faulthandler
 import hashlib
+import os
 import re
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -167,7 +170,52 @@ def check_model_folder(path: Path, key: str) -> None:
     _check_folder(path, key)
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(f"{key}: {path} has no tokenizer (tokenizer.json); save the model's tokenizer into it")
+    _check_tokenizer(path, key)
     _check_weights(path, key)
+
+
+# Limits of a tokenizer's trial, with room for the largest vocabularies that are published.
+TRIAL_BYTES = 3 << 29
+TRIAL_S = 20
+# Beside the short messages that tell formats apart: repeated characters, and unusual ones.
+TRIAL_TEXT = f"In 2024, (3 + 4) * 12 = 84.\n\t{'a' * 64} \u00e9\u4e16\U0001f600"
+
+
+def _check_tokenizer(path: Path, key: str) -> None:
+    """Raise UserError if the folder's tokenizer or chat template takes more than TRIAL_BYTES or TRIAL_S of computing.
+
+    Both are small programs: normalizers, patterns and templates can make texts as long as their author wants. They are
+    tried in a fork, which the limits end. The run reports other errors of theirs, where it loads them.
+    """
+    # Imported only here, since they take a second, and before the fork, since the run needs them as well.
+    from rl_async.agent_loop.chat_formats.format_registry import choose
+    from rl_async.template_tokens import read_tokenizer
+
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    child = os.fork()
+    if child == 0:
+        fits = False
+        try:
+            # The libraries report panics and forks there, and Python the signal of a failed allocation.
+            faulthandler.disable()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + TRIAL_BYTES,) * 2)
+            resource.setrlimit(resource.RLIMIT_CPU, (TRIAL_S,) * 2)
+            tokenizer = read_tokenizer(str(path))
+            tokenizer.encode(TRIAL_TEXT)
+            choose(tokenizer)
+            fits = True
+        except Exception as error:
+            fits = not isinstance(error.__cause__ or error, MemoryError)
+        finally:
+            os._exit(not fits)
+    _, status = os.waitpid(child, 0)
+    if status != 0:
+        raise UserError(
+            f"{key}: the tokenizer or the chat template of {path} takes more than {TRIAL_BYTES >> 20} MiB or {TRIAL_S} "
+            "s of computing for short messages; use another model, or correct them"
+        )
 
 
 def checkpoints(folder: Path) -> list[int]:

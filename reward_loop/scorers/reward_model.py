@@ -21,7 +21,7 @@ from rl_async.files import UNDECODABLE
 from rl_async.messages import Turn
 from rl_async.reward_loop.api import Conversation, Score, ScorerFailed
 from rl_async.reward_loop.model_client import Poster, read_api_key
-from rl_async.template_tokens import TemplateTokens
+from rl_async.template_tokens import TemplateTokens, read_tokenizer
 
 Message = dict[str, Any]
 
@@ -32,10 +32,9 @@ def load_tokenizer(path: str, key: str) -> PreTrainedTokenizerFast:
     if not Path(path).is_dir():
         raise ConfigError(f"{key}: there is no folder {path}")
     try:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"{key}: {path} has no usable tokenizer: {reason}") from error
+        tokenizer = read_tokenizer(path)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {path} has no usable tokenizer: {error}") from error
     if not tokenizer.chat_template:
         raise ConfigError(f"{key}: the tokenizer in {path} has no chat template; save one with it")
     return tokenizer

@@ -1,5 +1,6 @@
 """No text inside a chat template becomes a control token, whatever the tokenizer; innocent text is encoded as ever."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from tokenizers import decoders as decoding
 from transformers import PreTrainedTokenizerFast
 
 from rl_async.errors import ConfigError
-from rl_async.template_tokens import TemplateTokens
+from rl_async.template_tokens import TemplateTokens, read_tokenizer
 
 START, END, TAG, BOS = "<|im_start|>", "<|im_end|>", "<tool_response>", "</s>"
 CHATML = """\
@@ -166,3 +167,20 @@ def test_a_template_that_fails_prints_no_token(template: str) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=_byte_level(), name_or_path="their/model")
     tokenizer.chat_template = template
     assert TemplateTokens(tokenizer).encode("x") == tokenizer.encode("x")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "null", "5", "[" * 100_000, '{"model": {}}', '{"version": "1.0"}'),
+        '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["z", "q"]]}}',
+        '{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}',
+        '{"normalizer": ' + '{"type": "Sequence", "normalizers": [' * 200 + "]}" * 200 + "}",
+        '{"pre_tokenizer": {"type": "Split", "behavior": "Isolated", "invert": false, "pattern": {"Regex": "("}}}',
+        r'{"pre_tokenizer": {"type": "Split", "behavior": "Isolated", "pattern": {"Regex": "(?<x>\\g<x>a)"}}}',
+    ],
+)
+def test_a_damaged_tokenizer_is_a_value_error_in_words(tmp_path: Path, text: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(ValueError, match=r"\w"):
+        read_tokenizer(str(tmp_path))

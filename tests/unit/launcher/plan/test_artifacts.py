@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError, UserError
 from rl_async.launcher.plan.artifacts import SFT_FILE, needs_data, needs_model, needs_preparation, origin_of
@@ -133,6 +134,26 @@ def test_weights_that_are_damaged_or_elsewhere_are_refused(tmp_path: Path) -> No
         (folder / "model.safetensors.index.json").write_text(f'{{"weight_map": {{"a": "{name}"}}}}')
         with pytest.raises(UserError, match=rf"model\.path: .*{name}"):
             needs_model(config(tmp_path))
+
+
+def write_tokenizer(folder: Path, **changed: object) -> None:
+    train_tokenizer([[{"role": "user", "content": "ab"}]], 128).save_pretrained(folder)
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+
+
+def test_a_tokenizer_or_template_that_takes_all_memory_is_refused_in_words(tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    write_tokenizer(folder)
+    needs_model(config(tmp_path))
+    longer = {"type": "Replace", "pattern": {"Regex": "."}, "content": "x" * 1000}
+    write_tokenizer(folder, normalizer={"type": "Sequence", "normalizers": [longer] * 4})
+    with pytest.raises(UserError, match=r"model\.path: .*tokenizer"):
+        needs_model(config(tmp_path))
+    write_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text("{{ 'a' * 9999999999 }}")
+    with pytest.raises(UserError, match=r"model\.path: .*template"):
+        needs_model(config(tmp_path))
 
 
 def test_a_reference_model_is_looked_at_as_well(tmp_path: Path) -> None:
