@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -254,6 +254,10 @@ KEY = "--reward"
 DEFAULT = "grade"
 Grade = Callable[..., Any]
 BY_NAME = ("exit_code", "stderr")
+# While an episode is graded, a request to stop is noticed so soon.
+STOP_S = 0.2
+# A program that took all its time leaves so much for its grading.
+LEAST_GRADE_S = 1.0
 
 
 class CannotGrade(Exception):
@@ -276,17 +280,33 @@ def load_grade(reference: str) -> Grade:
     return loaded
 
 
-def grade(function: Grade, workspace: Path, task: dict[str, Any], ended: Outcome) -> Score:
+def grade(
+    function: Grade, workspace: Path, task: dict[str, Any], ended: Outcome, stop: StopPipe, timeout_s: float
+) -> Score:
     """Grade an episode. The function returns a number, or a mapping with ``score``, more numbers and a ``reason``.
 
-    Raises CannotGrade.
+    It runs in a thread, which is left behind when it misses its deadline or ``stop`` is stopped: a thread cannot be
+    ended, and must not keep ``play`` from ending. Raises CannotGrade.
     """
-    try:
-        asked = {name: getattr(ended, name) for name in BY_NAME if name in inspect.signature(function).parameters}
-        score = to_score(function(workspace, task, ended.stdout, **asked))
-    # The user's code may raise anything, even SystemExit, and only this episode fails by it.
-    except (Exception, SystemExit, asyncio.CancelledError) as error:
-        raise CannotGrade(describe(error)) from error
+    outcome: Future[Score] = Future()
+
+    def run() -> None:
+        try:
+            asked = {name: getattr(ended, name) for name in BY_NAME if name in inspect.signature(function).parameters}
+            outcome.set_result(to_score(function(workspace, task, ended.stdout, **asked)))
+        # The user's code may raise anything, even SystemExit, and only this episode fails by it.
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            outcome.set_exception(CannotGrade(describe(error)))
+
+    threading.Thread(target=run, name="grade", daemon=True).start()
+    deadline = time.monotonic() + timeout_s
+    while not outcome.done() and not stop.stopped and (left_s := deadline - time.monotonic()) > 0:
+        wait([outcome], timeout=min(left_s, STOP_S))
+    if not outcome.done():
+        raise CannotGrade(
+            "was stopped" if stop.stopped else f"did not end within {timeout_s:.3g} s, the rest of the episode's time"
+        )
+    score = outcome.result()
     if REWARD in score.extra:
         raise CannotGrade(f"returned a number called {REWARD!r}, which is the name of the whole; call it another")
     return score
@@ -351,23 +371,28 @@ class Player:
         if self._stop.stopped:
             return self._give_back(episode, "play was stopped")
         timeout_s = episode.deadline_s if self._timeout_s is None else min(self._timeout_s, episode.deadline_s)
+        deadline = time.monotonic() + timeout_s
         try:
             with started(self._program, episode, own_home=self._own_home) as program:
                 ended = program.wait(timeout_s, self._stop)
-                return self._give_back(episode, ended.problem) if ended.problem else self._end(episode, program, ended)
+                if ended.problem:
+                    return self._give_back(episode, ended.problem)
+                return self._end(episode, program, ended, max(deadline - time.monotonic(), LEAST_GRADE_S))
         except CannotGrade as error:
             return self._give_back(episode, f"its grading {error}")
         except (CannotStart, GatewayError) as error:
             return self._give_back(episode, str(error))
 
-    def _end(self, episode: RemoteEpisode, program: Program, ended: Outcome) -> tuple[float | None, str, str]:
+    def _end(
+        self, episode: RemoteEpisode, program: Program, ended: Outcome, left_s: float
+    ) -> tuple[float | None, str, str]:
         code, output = ended.exit_code, "\n".join(filter(None, [ended.stdout, ended.stderr]))
         about = {"exit_code": code, "output": output[-OUTPUT:]}
         try:
             if self._reward is None:
                 answer = episode.score(about)
             else:
-                score = grade(self._reward, program.workspace, episode.task, ended)
+                score = grade(self._reward, program.workspace, episode.task, ended, self._stop, left_s)
                 answer = episode.reward(score.value, score.reasons(REWARD), about, **score.extra)
         # The gateway refuses, for example, an episode without any answer.
         except GatewayError as error:

@@ -540,7 +540,12 @@ def add_play(parser: argparse.ArgumentParser) -> None:
         metavar="FILE[:FUNCTION]",
         help="grades by FUNCTION(workspace, task, stdout), default grade (default: the run's reward.functions)",
     )
-    parser.add_argument("--timeout", type=float, metavar="S", help="of one episode (default: agent.episode_timeout_s)")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        metavar="S",
+        help="of one episode, --reward included (default: agent.episode_timeout_s)",
+    )
     parser.add_argument("--home", action="store_true", help="give each episode an empty home directory of its own")
     parser.add_argument("--url", default="", help="of the gateway (default: the run's own)")
     parser.set_defaults(command=_play, steady=True)

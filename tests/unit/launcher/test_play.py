@@ -1,12 +1,14 @@
 """What an agent program is started with."""
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rl_async.errors import UserError
 from rl_async.gateway import Gateway, RemoteEpisode
-from rl_async.launcher.play import arguments, environment, found_program
+from rl_async.launcher.play import CannotGrade, Outcome, StopPipe, arguments, environment, found_program, grade
 
 
 def episode(text: str) -> RemoteEpisode:
@@ -43,3 +45,30 @@ def test_a_program_is_found_from_the_folder_of_the_command(tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     Path("agent").touch(0o700)
     assert found_program(["./agent", "{prompt}"]) == [str(tmp_path / "agent"), "{prompt}"]
+
+
+@pytest.mark.parametrize(("stopped", "timeout_s", "reason"), [(False, 0.01, "did not end"), (True, 600.0, "stopped")])
+def test_a_grader_that_hangs_holds_up_neither_its_episode_nor_the_end(
+    stopped: bool, timeout_s: float, reason: str
+) -> None:
+    release = threading.Event()
+
+    def hangs(workspace: Path, task: dict[str, Any], stdout: str) -> float:
+        release.wait()
+        return 1.0
+
+    with StopPipe() as stop:
+        if stopped:
+            stop.stop()
+        with pytest.raises(CannotGrade, match=reason):
+            grade(hangs, Path(), {}, Outcome(""), stop, timeout_s)
+        release.set()
+
+
+def test_a_grader_sees_the_parts_of_the_end_that_it_names() -> None:
+    with StopPipe() as stop:
+        score = grade(
+            lambda workspace, task, stdout, exit_code: {"score": exit_code, "said": len(stdout)},
+            *(Path(), {}, Outcome("", "abc", "", 2), stop, 60.0),
+        )
+    assert (score.value, score.extra) == (2.0, {"said": 3.0})
