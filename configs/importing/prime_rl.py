@@ -55,7 +55,7 @@ NO_COUNTERPART = {
     BUFFER: "tasks come back from the pools by data.curriculum.again",
     "orchestrator.concurrency": "concurrent episodes are bounded by agent.concurrency, and start with it",
     "orchestrator.renderer": "chats are rendered by the model's own template",
-    "orchestrator.algo.length_penalty": "rewards have no penalty for length but algorithm.shaping.overlong",
+    "orchestrator.algo.length_penalty": "another penalty for length; see algorithm.shaping.length and .overlong",
     "orchestrator.model": "engines start from model.path",
     "trainer.loss": "a number of another loss",
     "trainer.optim": "a number of another optimizer",
@@ -204,8 +204,25 @@ def _algorithm(t: Translation) -> None:
             "algorithm.teacher: its score is compared with the policy's when the batch is taken, the ratio is clipped "
             "as for rewards, not on one side at 0.2 of probability, and the answers' rewards are measured only"
         )
+    elif name == "echo":
+        _echo(t)
     elif name not in ("grpo", "max_rl"):
-        t.missing.append(f"the algorithm {key}={name}; there are grpo (dr_grpo here), max_rl and opd")
+        t.missing.append(f"the algorithm {key}={name}; there are grpo (dr_grpo here), max_rl, echo and opd")
+
+
+def _echo(t: Translation) -> None:
+    """Observations are learned with one weight here, and those of tools alone by default there."""
+    part = "orchestrator.algo"
+    given = {key.split(".")[-2]: t.take(key) for key in list(t.given) if key.startswith(f"{part}.roles.")}
+    weights = given or {"tool": 0.1}
+    if t.take(f"{part}.filter.import_path") or len(set(weights.values())) > 1:
+        t.missing.append(f"a weight for each role, or a filter of observations ({part}.roles, {part}.filter)")
+        return
+    t.put("algorithm.observations.coef", next(iter(weights.values())), f"{part}.roles", f"{part}.type")
+    t.notes.append(
+        f"algorithm.observations: messages of every role are learned, as the template frames them; there, the text of "
+        f"{' and '.join(weights)} messages alone"
+    )
 
 
 def _loss(t: Translation) -> None:

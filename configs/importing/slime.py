@@ -78,7 +78,7 @@ NO_COUNTERPART = {
     "eval-config": "evaluation is data.eval_path and the section eval",
     "min-lr": "a schedule falls to 0",
     **dict.fromkeys(("offload", "offload-train", "offload-rollout"), "colocated engines sleep while the trainer works"),
-    **dict.fromkeys(("use-opsm", "opsm-delta", "use-unbiased-kl", "use-routing-replay"), "not here"),
+    "use-routing-replay": "the engine's experts are replayed instead (trainer.router_replay)",
     **dict.fromkeys(
         ("eval-max-response-len", "eval-max-context-len", "eval-top-p", "eval-top-k"),
         "evaluation has the run's lengths, and samples from the whole distribution",
@@ -132,7 +132,7 @@ def write(file: Path, more: list[str]) -> str:
 def _missing(t: Translation) -> None:
     """Name the abilities that this run would need and that do not exist here."""
     keys = t.take("multimodal-keys")
-    if keys and str(keys).replace(" ", "") != '{"image":"images"}':
+    if keys and re.sub(r"\s", "", str(keys)).replace("'", '"') != '{"image":"images"}':
         t.missing.append(f"videos, sound or another column (multimodal-keys={keys}); name the column of images images")
     if t.take("use-opd"):
         if (kind := t.take("opd-type")) == "megatron":
@@ -231,6 +231,8 @@ def _rewards(t: Translation) -> None:
         t.notes.append(f"reward.functions: {custom} takes slime's samples there, and what scorers take here")
     elif kind is None or kind in REWARDS:
         function = REWARDS.get(str(kind), {"name": f"{FILL_IN}.py:score"})
+        if kind == "deepscaler":
+            t.notes.append("reward.functions: without a closed <think>, an answer is worth 0 there")
         if kind == "dapo":
             t.notes.append("reward.functions: a wrong answer is worth -1 there, 0 here; a group's advantages are equal")
     else:
@@ -241,6 +243,8 @@ def _rewards(t: Translation) -> None:
     if generate := t.take("custom-generate-function-path"):
         t.put("agent.loop", _reference(generate), "custom-generate-function-path")
         t.notes.append(f"agent.loop: {generate} takes slime's arguments there; write it as a loop of this project's")
+        if "rollout-max-context-len" not in t.given:
+            t.notes.append("agent.max_tokens: bounds all turns of an episode; there, only each turn has a limit")
 
 
 def _reference(path: str) -> str:
@@ -286,17 +290,22 @@ def _advantage(t: Translation) -> None:
     t.put("algorithm.loss", name if name in ("gspo", "cispo") else "ppo", "advantage-estimator")
     if group == "gae":
         t.put("critic.clip", t.take("value-clip", 0.2), "value-clip")
+    if t.take("use-opsm", False):
+        t.put("algorithm.off_policy_mask", t.take("opsm-delta", 1e-4), "use-opsm")
+    if t.take("use-rollout-routing-replay", False):
+        t.put("trainer.router_replay", "always", "use-rollout-routing-replay")
     per_token = t.take("calculate-per-token-loss", False)
     aggregation = "token-mean" if per_token else "seq-mean-token-mean"
     t.put("algorithm.aggregation", aggregation, "calculate-per-token-loss")
 
 
 def _kl(t: Translation) -> None:
-    estimator = t.take("kl-loss-type", "k1")
+    estimator, unbiased = t.take("kl-loss-type", "k1"), t.take("use-unbiased-kl", False)
     coef, in_reward = t.take("kl-loss-coef", 0.0), t.take("kl-coef", 0.0)
     if t.take("use-kl-loss", False):
         t.put("algorithm.kl.coef", coef, "kl-loss-coef")
         t.put("algorithm.kl.estimator", ESTIMATORS.get(estimator, estimator), "kl-loss-type")
+        t.put("algorithm.kl.unbiased", unbiased, "use-unbiased-kl")
     elif in_reward:
         t.put("algorithm.kl.coef", in_reward, "kl-coef")
         t.put("algorithm.kl.estimator", ESTIMATORS.get(estimator, estimator), "kl-loss-type")

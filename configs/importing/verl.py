@@ -204,6 +204,7 @@ NO_COUNTERPART = {
     "reward.reward_manager": "rewards are reward.functions",
     "async_training": "staleness is bounded by queue.max_staleness",
     "rollout": "engines are rollout.engines",
+    f"{MODEL}.override_config.max_position_embeddings": "the model's own config.json bounds rollout.max_model_len",
     MODEL: "not read",
     f"{ROLLOUT}.multi_turn": "tools are agent.tools; lengths are in tokens, agent.tool_response_tokens",
     **dict.fromkeys((key.theirs for key in ENGINE_KEYS), "no engine is named; several ranks need vllm or sglang"),
@@ -651,6 +652,5 @@ def _rewards(t: Translation) -> None:
         t.put("reward.functions", [{"name": "math", "extract": found}], "data.train_files")
         t.notes.append("reward.functions: verl chooses a reward by data_source; math, by the names of the files")
         return
-    if t.take("data.train_files") is not None:
-        t.put("reward.functions", [{"name": f"{FILL_IN}.py:compute_score"}], "data.train_files")
-        t.unknown.append("reward.functions: verl chooses a reward by the column data_source; name that of your data")
+    t.put("reward.functions", [{"name": f"{FILL_IN}.py:compute_score"}], "data.train_files")
+    t.unknown.append("reward.functions: verl chooses a reward by the column data_source; name that of your data")

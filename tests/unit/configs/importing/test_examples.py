@@ -260,10 +260,18 @@ def test_limits_and_devices_of_slimes(tmp_path: Path) -> None:
         ("advantage-estimator=cispo", "algorithm.loss", "cispo"),
         ("eval-top-k=1", "eval.temperature", 0),
         ("eval-temperature=0.5", "eval.temperature", 0.5),
+        ("use-opsm=true", "algorithm.off_policy_mask", 1e-4),
+        ("use-rollout-routing-replay=true", "trainer.router_replay", "always"),
+        ("multimodal-keys={'image': 'images'}", "model.path", "$BASE/model"),
     ],
 )
 def test_further_flags_of_slimes(tmp_path: Path, given: str, key: str, value: Any) -> None:
     assert ours(tmp_path, "slime", "run.sh", SLIME, given)[key] == value
+
+
+def test_a_divergence_of_slimes_has_the_gradient_of_its_flag(tmp_path: Path) -> None:
+    given = ["use-kl-loss=true", "kl-loss-coef=0.1", "kl-loss-type=k3", "use-unbiased-kl=true"]
+    assert ours(tmp_path, "slime", "run.sh", SLIME, *given)["algorithm.kl.unbiased"] is True
 
 
 @pytest.mark.parametrize("given", ["multimodal-keys=images", "opd-type=sglang", "loss-type=sft_loss"])
@@ -379,6 +387,9 @@ def test_prime_rls_algorithms(tmp_path: Path) -> None:
     assert endpoint == ["http://127.0.0.1:8001/v1", "org/Large"] and "algorithm.teacher.divergence" not in found
     found = ours(tmp_path, "prime-rl", "rl.toml", PRIME_RL, "orchestrator.algo.type=max_rl")
     assert found["algorithm.advantage"] == "max_rl"
+    for given, coef in (((), 0.1), (("orchestrator.algo.roles.user.alpha=0.3",), 0.3)):
+        found = ours(tmp_path, "prime-rl", "rl.toml", PRIME_RL, "orchestrator.algo.type=echo", *given)
+        assert (found["algorithm.advantage"], found["algorithm.observations.coef"]) == ("dr_grpo", coef)
 
 
 def test_prime_rls_warmup_counts_only_with_a_schedule_that_has_one(tmp_path: Path) -> None:
@@ -402,6 +413,8 @@ def test_lengths_of_prime_rls_parts(tmp_path: Path) -> None:
         (OTHER_SOURCE.replace("other", "wiki"), "two sources"),
         ("[orchestrator.algo]\ntype = 'opd'\n", "orchestrator.algo"),
         ("[orchestrator.algo]\ntype = 'rae'\n", "orchestrator.algo"),
+        ("[orchestrator.algo]\ntype = 'echo'\nroles = {tool.alpha = 0.1, user.alpha = 0.2}\n", "roles"),
+        ("[orchestrator.algo]\ntype = 'echo'\nfilter.import_path = 'm.f'\n", "filter"),
         ("[trainer.loss]\ntype = 'custom'\n", "trainer.loss"),
         ("[model.vlm]\nvision = 'x'\n", "images"),
     ],

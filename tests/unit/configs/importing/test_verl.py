@@ -216,3 +216,11 @@ def test_references_of_a_whole_config_are_followed(tmp_path: Path) -> None:
     text = verl.write(file, [])
     assert "critic.ppo_epochs = 3" in text
     assert "actor_rollout_ref.actor.clip_ratio_high = ${data.other}" in text
+
+
+def test_a_reward_is_to_be_filled_in_where_the_data_is_unknown(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(SCRIPT)
+    text = verl.write(script, ["data.train_files=null"])
+    assert yaml.safe_load(text)["reward"]["functions"] == [{"name": "FILL_IN.py:compute_score"}]
+    assert "data_source" in text
