@@ -22,7 +22,7 @@ from rl_async.errors import TrainingDiverged, UserError
 from rl_async.model_files import mixers_of
 from rl_async.torch_shared import to_host
 from rl_async.trainer.attention import NAME, join_groups, packed_attention
-from rl_async.trainer.backend import ADAM_BETA1, LossFn, OutputName, Outputs, Published, learning_rate_factor
+from rl_async.trainer.backend import LossFn, OutputName, Outputs, Published, learning_rate_factor
 from rl_async.trainer.batch_layout import row_cost_of
 from rl_async.trainer.checkpoints import MOMENT, STEPS, StoredShards, host_copy, own_parts, read_shards, write_shards
 from rl_async.trainer.export import (
@@ -37,6 +37,7 @@ from rl_async.trainer.export import (
 from rl_async.trainer.families import text_of
 from rl_async.trainer.lora import adapters, attach, base_alone, draw, merged, without_adapters
 from rl_async.trainer.model import MODEL_FOLDER, Head, Headed, build_headed, replay_routers
+from rl_async.trainer.optimizers import allocate_state, build_optimizer
 from rl_async.trainer.packing import Tensors
 from rl_async.trainer.ranks import adjacent_and_strided
 from rl_async.weight_sync.buckets import dtype_name
@@ -98,7 +99,7 @@ class Fsdp2Backend:
         pretrained.fill(dict(without_adapters(self.model.lm)) | dict(self.model.lm.named_buffers()))
         if self._lora is not None:
             draw(self.model.lm)
-        self.optimizer: torch.optim.AdamW | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
         self.schedule: torch.optim.lr_scheduler.LambdaLR | None = None
         if config is None:
             self.model.requires_grad_(False)
@@ -114,12 +115,7 @@ class Fsdp2Backend:
                         "lr": config.vision_learning_rate,
                     },
                 ]
-            self.optimizer = torch.optim.AdamW(
-                groups,
-                lr=config.learning_rate,
-                betas=(ADAM_BETA1, config.beta2),
-                weight_decay=config.weight_decay,
-            )
+            self.optimizer = build_optimizer(groups, config, "cpu" if self._offloads else device)
             self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, learning_rate_factor(config))
 
     def forward(self, batch: Tensors, requested: frozenset[OutputName] = frozenset()) -> Outputs:
@@ -243,10 +239,7 @@ class Fsdp2Backend:
         sharded = shards.is_dir()
         held = StoredShards(shards if sharded else folder).sizes
         if any(MOMENT in name and name != STEPS for name in held):
-            # As AdamW's first step would, so that a checkpoint can be loaded into its tensors.
-            for _, parameter in self._trained():
-                state = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
-                self.optimizer.state[parameter] = {"step": torch.tensor(0.0)} | state
+            allocate_state(self.optimizer)
         if sharded:
             read_shards(self._weights() | self._moments() | steps, shards)
         else:
