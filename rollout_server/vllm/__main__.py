@@ -13,6 +13,7 @@ from rl_async import tracing
 from rl_async.configs.engines import VLLM
 from rl_async.process.http_auth import check_token
 from rl_async.process.role import join_supervisor
+from rl_async.rollout_server.vllm.client import STREAM_INTERVAL
 
 FENCE = "rl_async.rollout_server.fence.LineageFence"
 EVERYTHING, TRACES = tracing.VARIABLES
@@ -22,6 +23,8 @@ TRACE_DEFAULTS = {
     # Otherwise each request of an episode without a trace begins one.
     "OTEL_TRACES_SAMPLER": "parentbased_always_off",
 }
+NEWER = f"install a newer one of {VLLM.versions}"
+COUNTER = "rl_async.rollout_server.vllm.versions.WeightVersions"
 FLAGS = ("--middleware", FENCE, *VLLM.fixed_arguments, "--disable-uvicorn-access-log")
 VARIABLES = {
     # Enables the control routes: pause, weights, sleep.
@@ -41,8 +44,32 @@ def main() -> None:
     os.environ.update(VARIABLES)
     # This list of allowed plugins could leave ours out.
     os.environ.pop("VLLM_PLUGINS", None)
-    sys.argv = ["vllm", *FLAGS, *_tracing(), *sys.argv[1:]]
+    sys.argv = ["vllm", *_for_this_version(), *_tracing(), *sys.argv[1:]]
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+
+
+def _for_this_version() -> list[str]:
+    """Return ``FLAGS`` as the installed vLLM takes them, and have the versions of tokens counted if it does not."""
+    from vllm.platforms import current_platform
+    from vllm.sampling_params import SamplingParams
+
+    from rl_async.rollout_server.vllm import private_names, versions
+
+    flags = list(FLAGS)
+    divided = current_platform.is_cpu() and "--enable-expert-parallel" in sys.argv
+    if divided and (missing := private_names.lacking(private_names.DIVIDED_EXPERTS_ON_CPU)):
+        sys.exit(f"this vLLM has no {', '.join(missing)}, without which it mixes up divided experts on a CPU; {NEWER}")
+    if private_names.lacking(private_names.VERSIONS):
+        if missing := private_names.lacking(private_names.OWN_VERSIONS):
+            sys.exit(f"this vLLM has no {', '.join(missing)}, by which versions of tokens are counted; {NEWER}")
+        versions.register()
+        # Behind the fence and the check of the token, which vLLM puts around the middlewares before them.
+        flags = ["--middleware", COUNTER, *flags]
+    if all(map(private_names.lacking, private_names.SCALE_OUT)):
+        flags.remove("--enable-scale-out")
+    if "stream_interval" not in SamplingParams.__struct_fields__:
+        flags += ["--stream-interval", str(STREAM_INTERVAL)]
+    return flags
 
 
 def _tracing() -> list[str]:

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.model_executor.kernels.linear import init_int8_linear_kernel
-from vllm.model_executor.layers.quantization.online import base
-from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
+from vllm.model_executor.layers.quantization.online import base, fp8
 from vllm.model_executor.layers.quantization.utils.quant_utils import kInt8DynamicTokenSym, kInt8StaticChannelSym
 from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
 from rl_async.torch_shared import quantize
+
+# vLLM 0.30 renamed it.
+OnlineLinearBase: Any = getattr(fp8, "OnlineLinearBase", None) or fp8._Fp8OnlineLinearBase
 
 
 class CpuKernel:

@@ -38,7 +38,8 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             WEIGHT_TRANSFER, "rl_async.rollout_server.vllm.slices", "WeightTransfer"
         )
-    _report_versions_in_every_part()
+    if not private_names.lacking(private_names.VERSIONS):
+        _report_versions_in_every_part()
     _read_every_answer()
     _take_expanded_prompts()
     _process_images_with_pillow()
@@ -47,7 +48,8 @@ def register() -> None:
     if current_platform.is_cpu():
         _keep_weights_unpacked()
         _pack_experts_again()
-        _compute_own_experts_alone()
+        if not private_names.lacking(private_names.DIVIDED_EXPERTS_ON_CPU):
+            _compute_own_experts_alone()
         _check_guesses_at_the_temperature()
 
 
@@ -68,10 +70,20 @@ def _keep_weights_unpacked() -> None:
 def _pack_experts_again() -> None:
     """Have vLLM pack a mixture's experts for its CPU kernel in every weight update, not only at its start.
 
-    The kernel requires packed weights, and an update would overwrite them with unpacked ones.
+    The kernel requires packed weights, and an update would overwrite them with unpacked ones. A vLLM whose kernel
+    cannot pack again refuses to load such a model.
     """
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
+    if missing := private_names.lacking(private_names.EXPERTS_ON_CPU):
+
+        def refuse(*_: Any) -> None:
+            raise RuntimeError(
+                f"this vLLM has no {', '.join(missing)}, without which no update reaches experts on a CPU"
+            )
+
+        UnquantizedFusedMoEMethod.process_weights_after_loading = refuse
+        return
     set_up = UnquantizedFusedMoEMethod._setup_kernel
 
     def packed(method: Any, layer: Any, w13: Any, w2: Any) -> None:

@@ -1,14 +1,17 @@
 """The names inside vLLM that our code touches, which a new version may move: found before anything is patched.
 
-The tables are the only list of them. ``register`` (``plugin.py``) refuses to start a vLLM that lacks one, so that an
-engine never trains with half of the patches. ``tests/contracts/engines/test_vllm_versions.py`` looks each of them up in
-the sources of other versions, with the parameters that we pass. Imports nothing of vLLM by itself.
+The tables are the only list of them. ``register`` (``plugin.py``) refuses to start a vLLM that lacks one of
+``TOUCHED``, so that an engine never trains with half of the patches; one that lacks names of a feature refuses that.
+``tests/contracts/engines/test_vllm_versions.py`` looks each of them up in the sources of other versions, with the
+parameters that we pass. Imports nothing of vLLM by itself.
 """
 
+import inspect
 import logging
 from collections.abc import Mapping
 from importlib import import_module
 from operator import attrgetter
+from typing import TypeAlias
 
 from rl_async.configs.engines import VLLM, in_range
 
@@ -16,8 +19,10 @@ log = logging.getLogger("rl_async.vllm")
 
 _RELOAD = "vllm.model_executor.model_loader.reload"
 _QUANTIZATION = "vllm.model_executor.layers.quantization"
-# Names by module, each with the parameters that we pass or read by their names.
-TOUCHED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+_EXPERTS = "vllm.model_executor.layers.fused_moe"
+# By module, each with the parameters that we pass or read by their names; ``|`` stands between alternatives.
+Names: TypeAlias = Mapping[str, Mapping[str, tuple[str, ...]]]
+TOUCHED: Names = {
     "vllm.distributed.weight_transfer.base": {
         "WeightTransferEngine.__init__": (),
         "WeightTransferEngine.start_weight_update": (),
@@ -36,11 +41,7 @@ TOUCHED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     f"{_RELOAD}.layerwise": {"_get_original_loader": (), "_place_kernel_tensors": (), "get_layerwise_info": ()},
     f"{_RELOAD}.meta": {"restore_layer_on_meta": ()},
     f"{_RELOAD}.utils": {"get_layer_params_buffers": (), "get_layer_tensors": ()},
-    # Only from 0.32 on does vLLM know the version behind each token.
-    "vllm.v1.engine.output_processor": {
-        "RequestState._new_completion_output": (),
-        "RequestState._weight_version_spans": (),
-    },
+    "vllm.v1.engine.output_processor": {"RequestState._new_completion_output": ()},
     "vllm.v1.engine.core": {"EngineCore.preprocess_add_request": ("request",)},
     "vllm.v1.executor.multiproc_executor": {"MultiprocExecutor._init_executor": ()},
     "vllm.lora.lora_model": {"LoRAModel.__init__": ("lora_model_id", "rank", "loras")},
@@ -63,30 +64,48 @@ TOUCHED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "vllm.model_executor.utils": {"replace_parameter": ("layer", "param_name")},
     f"{_QUANTIZATION}.online.base": {"_ONLINE_LINEAR_METHODS": ()},
-    f"{_QUANTIZATION}.online.fp8": {"OnlineLinearBase": ()},
+    # The other name is that before 0.30.
+    f"{_QUANTIZATION}.online.fp8": {"OnlineLinearBase|_Fp8OnlineLinearBase": ()},
     f"{_QUANTIZATION}.utils.quant_utils": {"kInt8DynamicTokenSym": (), "kInt8StaticChannelSym": ()},
 }
 # Further ones on a CPU.
-TOUCHED_ON_CPU: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+TOUCHED_ON_CPU: Names = {
     "vllm.v1.sample.rejection_sampler": {
         "expand_batch_to_tokens": ("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to")
     },
     "vllm.model_executor.layers.utils": {"dispatch_cpu_unquantized_gemm": ("layer", "remove_weight")},
-    "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": {
-        "UnquantizedFusedMoEMethod._setup_kernel": ("layer", "w13", "w2")
+}
+# vLLM's own versions of tokens, from 0.32 on; without them ``versions.py`` keeps them, by these.
+VERSIONS: Names = {"vllm.v1.engine.output_processor": {"RequestState._weight_version_spans": ()}}
+OWN_VERSIONS: Names = {
+    "vllm.v1.engine.output_processor": {
+        "OutputProcessor.process_outputs": ("engine_core_outputs", "engine_core_timestamp"),
     },
-    "vllm.model_executor.layers.fused_moe.experts.cpu_moe": {
-        "CPUUnquantizedExperts.apply": ("topk_weights", "topk_ids", "expert_map"),
-        "CPUUnquantizedExperts.process_weights_after_loading": ("layer",),
+    "vllm.entrypoints.scale_out.token_in_token_out.serving": {
+        "ServingTokens.serve_tokens_stream_generator": ("request", "result_generator"),
+        "GenerateResponseStreamChoice": (),
+        "GenerateStreamResponse": (),
     },
+}
+# The flag that opens the routes on token ids, in 0.30 to 0.32 and in 0.33; before, they are always open.
+SCALE_OUT: tuple[Names, ...] = (
+    {"vllm.entrypoints.launchers.cli_args": {"BaseFrontendArgs.enable_scale_out": ()}},
+    {"vllm.entrypoints.common.cli_args": {"BaseFrontendArgs.enable_scale_out": ()}},
+)
+# Mixtures of experts on a CPU (from 0.28 on), and their division among ranks by ``--enable-expert-parallel`` (0.30).
+EXPERTS_ON_CPU: Names = {
+    f"{_EXPERTS}.unquantized_fused_moe_method": {"UnquantizedFusedMoEMethod._setup_kernel": ("layer", "w13", "w2")},
+    f"{_EXPERTS}.experts.cpu_moe": {"CPUUnquantizedExperts.process_weights_after_loading": ("layer",)},
+}
+DIVIDED_EXPERTS_ON_CPU: Names = {
+    f"{_EXPERTS}.experts.cpu_moe": {"CPUUnquantizedExperts.apply": ("topk_weights", "topk_ids", "expert_map")},
 }
 
 
 def require_all(version: str, *, cpu: bool) -> None:
     """Raise RuntimeError, naming them, if the installed vLLM lacks any name. Warns of an untested ``version``."""
     needed = {**TOUCHED, **(TOUCHED_ON_CPU if cpu else {})}
-    missing = [f"{module}.{name}" for module, names in needed.items() for name in names if not _has(module, name)]
-    if missing:
+    if missing := lacking(needed):
         raise RuntimeError(
             f"vLLM {version} has no {', '.join(missing)}, which rl-async needs inside it; install vLLM {VLLM.versions}"
         )
@@ -94,9 +113,19 @@ def require_all(version: str, *, cpu: bool) -> None:
         log.warning("vLLM %s has not been tried with rl-async, which is tested with %s", version, VLLM.versions)
 
 
-def _has(module: str, name: str) -> bool:
+def lacking(names: Names) -> list[str]:
+    """Return which of these the installed vLLM lacks, or defines without one of the parameters."""
+    return [
+        f"{module}.{name}"
+        for module, of_module in names.items()
+        for name, parameters in of_module.items()
+        if not any(_has(module, alternative, parameters) for alternative in name.split("|"))
+    ]
+
+
+def _has(module: str, name: str, parameters: tuple[str, ...]) -> bool:
     try:
-        attrgetter(name)(import_module(module))
+        found = attrgetter(name)(import_module(module))
     except (ModuleNotFoundError, AttributeError):
         return False
-    return True
+    return not parameters or set(parameters) <= inspect.signature(found).parameters.keys()

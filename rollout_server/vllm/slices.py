@@ -7,6 +7,7 @@ layers, divided vocabularies and experts, and layers on another pipeline stage, 
 version of vLLM is needed here. ``WeightTransfer`` is our transport, which ``plugin.py`` registers.
 """
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,6 +53,16 @@ class WeightBoxes:
         shapes = msgspec.json.decode(tensors, type=dict[str, list[int]])
         with _as_loaders_find_it(model):
             return [needed(model, name, shape) for name, shape in shapes.items()]
+
+    def weight_checksums(self) -> dict[str, str]:
+        """Return the SHA-256 of each parameter's bytes, by its name behind the worker's place, as vLLM 0.32 does."""
+        parallel = self.model_runner.vllm_config.parallel_config
+        return {
+            f"dp{parallel.data_parallel_index}:rank{parallel.rank}:{name}": hashlib.sha256(
+                parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            ).hexdigest()
+            for name, parameter in self.model_runner.get_model().named_parameters()
+        }
 
 
 @contextmanager
