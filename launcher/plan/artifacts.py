@@ -188,7 +188,7 @@ def _check_tokenizer(path: Path, key: str) -> None:
     tried in a fork, which the limits end. The run reports other errors of theirs, where it loads them.
     """
     # Imported only here, since they take a second, and before the fork, since the run needs them as well.
-    from rl_async.agent_loop.chat_formats.format_registry import choose
+    from rl_async.agent_loop.chat_formats.render import ChatRenderer
     from rl_async.template_tokens import read_tokenizer
 
     pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -204,17 +204,23 @@ def _check_tokenizer(path: Path, key: str) -> None:
             resource.setrlimit(resource.RLIMIT_CPU, (TRIAL_S,) * 2)
             tokenizer = read_tokenizer(str(path))
             tokenizer.encode(TRIAL_TEXT)
-            choose(tokenizer)
+            ChatRenderer(tokenizer).printed_call()
             fits = True
+        # A template that takes longer than its own limits: the run would only meet them again.
+        except ConfigError:
+            pass
         except Exception as error:
-            fits = not isinstance(error.__cause__ or error, MemoryError)
+            raised: BaseException | None = error
+            while raised is not None and not isinstance(raised, MemoryError):
+                raised = raised.__context__
+            fits = raised is None
         finally:
             os._exit(not fits)
     _, status = os.waitpid(child, 0)
     if status != 0:
         raise UserError(
-            f"{key}: the tokenizer or the chat template of {path} takes more than {TRIAL_BYTES >> 20} MiB or {TRIAL_S} "
-            "s of computing for short messages; use another model, or correct them"
+            f"{key}: the tokenizer or the chat template of {path} takes too much memory or computing "
+            f"for short messages (limits: {TRIAL_BYTES >> 20} MiB, {TRIAL_S} s); use another model, or correct them"
         )
 
 
