@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -155,15 +156,34 @@ class ParquetRows:
 
 def _to_python(column: pa.ChunkedArray, place: str, start: int) -> list[Any]:
     try:
-        if pa.types.is_float32(column.type):
-            # Text has the digits that the number has in 32 bits; 0.1 of those is 0.10000000149 in 64.
-            return [None if text is None else float(text) for text in column.cast(pa.string()).to_pylist()]
-        return column.to_pylist(maps_as_pydicts="strict")
+        values = column.to_pylist(maps_as_pydicts="strict")
+        return [_as_written(value, column.type) for value in values] if _has_narrow(column.type) else values
     # Text may not be UTF-8, a date beyond Python's, a key of a map there twice.
     except (ValueError, OverflowError, KeyError, pa.ArrowException) as error:
         if len(column) == 1:
             raise DataError(f"{place.format(start)}: {error}; write it as text in UTF-8") from error
         return [value for n in range(len(column)) for value in _to_python(column.slice(n, 1), place, start + n)]
+
+
+_NARROW = {pa.float16(): np.float16, pa.float32(): np.float32}
+
+
+def _has_narrow(kind: pa.DataType) -> bool:
+    """Whether values of a type have floats of fewer than 64 bits at any depth."""
+    return kind in _NARROW or any(_has_narrow(kind.field(n).type) for n in range(kind.num_fields))
+
+
+def _as_written(value: Any, kind: pa.DataType) -> Any:
+    """Give floats the shortest decimals that are them in their own type: 0.1 of 32 bits is 0.10000000149 in 64."""
+    if value is None or not _has_narrow(kind):
+        return value
+    if kind in _NARROW:
+        return float(str(_NARROW[kind](value)))
+    if pa.types.is_struct(kind):
+        return {field.name: _as_written(value[field.name], field.type) for field in kind}
+    if pa.types.is_map(kind):
+        return {key: _as_written(item, kind.item_type) for key, item in value.items()}
+    return [_as_written(item, kind.value_type) for item in value]
 
 
 def _all_rows(path: Path) -> pa.Table:

@@ -1,11 +1,13 @@
 """Data sets as tasks: templates, the stream's order, weights and cursor, and errors that name the row."""
 
 import json
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -326,6 +328,26 @@ def test_a_bad_csv_file_is_refused(tmp_path: Path, text: bytes, place: str) -> N
 def test_values_of_csv_are_text(tmp_path: Path) -> None:
     (tmp_path / "numbers.csv").write_bytes(b"\xef\xbb\xbfq,a\r\n1+1?,02\r\n\r\n,%s\r\n" % (tests := b"x" * 200_000))
     assert list(open_rows(str(tmp_path))) == [{"q": "1+1?", "a": "02"}, {"q": "", "a": tests.decode()}]
+
+
+def test_floats_of_fewer_bits_are_the_decimals_that_were_written_at_any_depth(tmp_path: Path) -> None:
+    narrow = pa.float32()
+    columns = {
+        "struct": pa.array([{"truth": 0.1}, {"truth": None}], pa.struct([("truth", narrow)])),
+        "list": pa.array([[0.1], None], pa.list_(narrow)),
+        "map": pa.array([[("a", 0.1)], []], pa.map_(pa.string(), narrow)),
+        "structs": pa.array([[{"x": 0.1}]] * 2, pa.large_list(pa.struct([("x", narrow)]))),
+        "half": pa.array([np.float16(0.1), None], pa.float16()),
+        "alone": pa.array([0.1, math.inf], narrow),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    first, second = open_rows(str(tmp_path / "a.parquet"))
+    assert first == {"struct": {"truth": 0.1}, "list": [0.1], "map": {"a": 0.1}} | {
+        "structs": [{"x": 0.1}],
+        "half": 0.1,
+        "alone": 0.1,
+    }
+    assert (second["struct"], second["half"], second["alone"]) == ({"truth": None}, None, math.inf)
 
 
 def test_files_that_are_no_data(tmp_path: Path) -> None:
