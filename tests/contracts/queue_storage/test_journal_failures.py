@@ -231,6 +231,31 @@ def test_a_damaged_transition_is_named(tmp_path: Path) -> None:
         Driver(sqlite_journals(tmp_path))
 
 
+def test_a_changed_bit_of_the_write_ahead_log_is_its_end_and_changes_no_transition(tmp_path: Path) -> None:
+    """SQLite sums up each frame and those before it, and stops reading at the first that does not fit."""
+    run = tmp_path / "run"
+    run.mkdir()
+    driver = started(run)
+    begun, states = (run / "queue.sqlite-wal").stat().st_size, [driver.store.dump()]
+    for number in range(3):
+        driver.train(number)
+        driver.journal.flush()
+        states.append(driver.store.dump())
+    wal, draw, found = (run / "queue.sqlite-wal").read_bytes(), random.Random(0), set[int]()
+    for number in range(25):
+        copy = tmp_path / str(number)
+        shutil.copytree(run, copy, ignore=shutil.ignore_patterns("*-shm"))
+        damaged = bytearray(wal)
+        damaged[draw.randrange(begun, len(wal))] ^= 1 << draw.randrange(8)
+        (copy / "queue.sqlite-wal").write_bytes(damaged)
+        again = Driver(sqlite_journals(copy))
+        found.add(states.index(again.store.dump()))
+        again.journal.close()
+        shutil.rmtree(copy)
+    driver.journal.close()
+    assert found == {0, 1, 2}
+
+
 def test_a_changed_bit_of_the_database_is_found_or_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     driver = started(tmp_path / "run")
