@@ -201,6 +201,7 @@ def _refuse_another_run(before: RunConfig, config: RunConfig, preset: RunConfig,
             "that the run was started with"
         )
     for key, old, new in (
+        ("name", before.name, config.name),
         ("model.path", before.model.path, config.model.path),
         ("model.override", before.model.override, config.model.override),
         ("seed", before.seed, config.seed),

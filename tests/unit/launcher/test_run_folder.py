@@ -183,6 +183,7 @@ def test_a_run_whose_end_was_not_told_is_resumed_to_tell_it(root: str, told: tup
         ("shop", "trainer.steps=9", "give the config that the run was started with"),
         ("calculator", "seed=9", "seed: .* keeps it"),
         ("calculator", "model.path=other", "model.path: .* keeps it"),
+        ("calculator", "name=other", "name: .* keeps it"),
         ("calculator", "trainer.steps=3", "has trained 3 of 3 steps"),
     ],
 )
