@@ -33,6 +33,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -42,8 +43,8 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from rl_async.torch_shared import Attend, has_flash_attention, windowed
-from rl_async.trainer.packing import TreeCalls
+from rl_async.torch_shared import Attend, windowed
+from rl_async.trainer.packing import RowCalls, TreeCalls
 from rl_async.trainer.ranks import DataParallel, adjacent_and_strided, pure_data_parallel
 
 NAME = "rl_async_packed"
@@ -66,9 +67,8 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    packed_groups: Groups | None = None,
+    packed_row: RowCalls | None = None,
     packed_tree: TreeCalls | None = None,
-    packed_borders: Tensor | None = None,
     sharing_ranks: dist.ProcessGroup | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -81,13 +81,12 @@ def packed_attention(
     A token sees those of its own sequence up to itself, or the last ``sliding_window`` of them. With ``softcap`` c
     scores are c * tanh(score / c) (Gemma 2, arXiv:2408.00118, section 2). ``s_aux`` [heads] are attention sinks, each
     one more score of its head's softmax, of a value of zeros (gpt-oss, arXiv:2508.10925). With ``sharing_ranks`` N are
-    this rank's tokens of the row, and ``packed_groups`` and ``packed_borders`` are of all of it. With ``packed_tree``
-    sequences share prefixes, as the module describes. Raises ValueError when the model asks for anything else, rather
-    than compute it wrongly.
+    this rank's tokens of the row, and ``packed_row`` is of all of it. With ``packed_tree`` sequences share prefixes, as
+    the module describes. Raises ValueError when the model asks for anything else, rather than compute it wrongly.
     """
     asked = [name for name in UNKNOWN if options.get(name) is not None]
     if (
-        (packed_groups is None or packed_borders is None) == (packed_tree is None)
+        (packed_row is None) == (packed_tree is None)
         or attention_mask is not None
         or not getattr(module, "is_causal", False)
         or asked
@@ -100,32 +99,54 @@ def packed_attention(
     form = _Form(scaling, softcap, s_aux)
     if packed_tree is not None:
         return _of_tree(query, key, value, packed_tree, sliding_window, form)[None], None
-    assert packed_groups is not None and packed_borders is not None
+    assert packed_row is not None
     if sharing_ranks is not None:
-        query, key, value = (to_heads(x, sharing_ranks) for x in (query, key, value))
-        if s_aux is not None:
-            form = form._replace(sinks=s_aux.chunk(sharing_ranks.size())[sharing_ranks.rank()])
+        return _shared(query, key, value, packed_row, sliding_window, form, sharing_ranks), None
+    return _of_row(query, key, value, packed_row, sliding_window, form), None
+
+
+# Graphs of torch.compile end before exchanges among ranks.
+@torch.compiler.disable
+def _shared(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    row: RowCalls,
+    window: int | None,
+    form: "_Form",
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """Attend over a whole row with this rank's heads; in and out go this rank's tokens of all heads."""
+    query, key, value = (to_heads(x, group) for x in (query, key, value))
+    if form.sinks is not None:
+        form = form._replace(sinks=form.sinks.chunk(group.size())[group.rank()])
+    return to_sequence(_of_row(query, key, value, row, window, form), group)
+
+
+def _of_row(query: Tensor, key: Tensor, value: Tensor, row: RowCalls, window: int | None, form: "_Form") -> Tensor:
+    """Attend in a packed row, [1, heads, N, D] to [1, N, heads, D], on the fastest way that computes this."""
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, D]
-    if softcap is None and s_aux is None and _has_kernel(query, value):
-        longest = max(length for length, _ in packed_groups)
-        back = -1 if sliding_window is None else sliding_window - 1
-        borders = (packed_borders, packed_borders, longest, longest)
-        attended = _kernel(query, key, value, *borders, scale=scaling, window_size=(back, 0))[None]
-    else:
-        attended = _by_groups(query, key, value, packed_groups, sliding_window, form)[None]
-    return attended if sharing_ranks is None else to_sequence(attended, sharing_ranks), None
+    plain = form.softcap is None and form.sinks is None
+    if plain and row.has_kernel and _kernel_takes(query, value):
+        back = -1 if window is None else window - 1
+        borders = (row.borders, row.borders, row.longest, row.longest)
+        attended: Tensor = _kernel(query, key, value, *borders, scale=form.scaling, window_size=(back, 0))
+        return attended[None]
+    if torch.compiler.is_compiling() and plain and window is None and _is_plain_cpu(query, value):
+        compiled: Tensor = row_attention(query, key, value, row.host_borders, form.scaling)[0]
+        return compiled[None]
+    return _by_groups(query, key, value, row.groups, window, form)[None]
 
 
-def _has_kernel(query: Tensor, value: Tensor) -> bool:
+def _is_plain_cpu(query: Tensor, value: Tensor) -> bool:
+    """Whether PyTorch's fused kernel for CPUs takes such heads, [N, heads, D]."""
+    return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
+
+
+def _kernel_takes(query: Tensor, value: Tensor) -> bool:
     """Whether PyTorch's FlashAttention for rows of several sequences takes such heads, [N, heads, D]."""
     size = query.shape[-1]
-    return (
-        has_flash_attention(query.device)
-        and query.dtype == torch.bfloat16
-        and size == value.shape[-1]
-        and size <= KERNEL_HEAD_DIM
-        and size % 8 == 0
-    )
+    return query.dtype == torch.bfloat16 and size == value.shape[-1] and size <= KERNEL_HEAD_DIM and size % 8 == 0
 
 
 class _Form(NamedTuple):
@@ -136,6 +157,8 @@ class _Form(NamedTuple):
     sinks: Tensor | None
 
 
+# Their number and sizes differ in every micro-batch, and a graph of torch.compile has fixed ones.
+@torch.compiler.disable
 def _by_groups(query: Tensor, key: Tensor, value: Tensor, groups: Groups, window: int | None, form: _Form) -> Tensor:
     """Attend in a packed row, [N, heads, D], with one call for each group of equally long sequences."""
     sizes = [length * sequences for length, sequences in groups]
@@ -210,10 +233,92 @@ def _capped(q: Tensor, k: Tensor, v: Tensor, sees: Tensor | None, scaling: float
 AttentionInterface.register(NAME, packed_attention)
 
 
-# --- A tree of prefixes
+# --- Operators
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@torch.library.custom_op("rl_async::row_attention", mutates_args=())
+def row_attention(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, scaling: float | None) -> tuple[Tensor, Tensor]:
+    """Attend causally among the sequences of a packed row on a CPU, as one operator of a compiled graph.
+
+    In go queries [N, heads, D], as many or fewer heads of keys and values, and the sequences' borders [B + 1]; out come
+    [N, heads, D] and the logarithms of the sums of exponentials [N, heads].
+    """
+    out, sums = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:2], dtype=_wide(q))
+    for rows in _sequences(borders):
+        part, part_sums = _forward(*_sequence(rows, q, k, v), is_causal=True, scale=scaling)
+        out[rows], sums[rows] = part[0].transpose(0, 1), part_sums[0].transpose(0, 1)
+    return out, sums
+
+
+@torch.library.custom_op("rl_async::row_attention_backward", mutates_args=())
+def _row_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    borders: Tensor,
+    scaling: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients by queries, keys and values from that by the result, [N, heads, D] each."""
+    found = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    for rows in _sequences(borders):
+        around = (x[None, rows].transpose(1, 2) for x in (grad, out, sums))
+        upstream, result, logs = around
+        parts = _backward(upstream, *_sequence(rows, q, k, v), result, logs, 0.0, True, scale=scaling)
+        for whole, part in zip(found, parts, strict=True):
+            # Queries that share a head of keys add up.
+            shared = part[0].unflatten(0, (whole.shape[1], -1)).sum(1, dtype=_wide(q))
+            whole[rows] = shared.transpose(0, 1).to(whole.dtype)
+    return found[0], found[1], found[2]
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _sequences(borders: Tensor) -> Iterator[slice]:
+    return (slice(start, stop) for start, stop in pairwise(borders.tolist()))
+
+
+def _sequence(rows: slice, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Tensor]:
+    """A sequence's queries, keys and values, [1, heads, L, D], each head of keys for each of its queries."""
+    yield q[None, rows].transpose(1, 2)
+    for x in (k, v):
+        yield x[None, rows].transpose(1, 2).repeat_interleave(q.shape[1] // k.shape[1], 1)
+
+
+@row_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, scaling: float | None) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=_wide(q))
+
+
+@_row_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, borders: Tensor, scaling: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scaling = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, borders, out, sums = ctx.saved_tensors
+    return (*_row_backward(grad, q, k, v, out, sums, borders, ctx.scaling), None, None)
+
+
+row_attention.register_autograd(_differentiate, setup_context=_keep)
+
+
+# --- A tree of prefixes
 
 
 def copied(q: Tensor, k: Tensor, v: Tensor, calls: TreeCalls, window: int | None, attend: Attend) -> Tensor:

@@ -15,13 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface
 
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged, UserError
-from rl_async.model_files import mixers_of
 from rl_async.torch_shared import to_host
-from rl_async.trainer.attention import NAME, join_groups, packed_attention
+from rl_async.trainer.attention import join_groups
 from rl_async.trainer.backend import LossFn, OutputName, Outputs, Published, learning_rate_factor
 from rl_async.trainer.batch_layout import row_cost_of
 from rl_async.trainer.checkpoints import MOMENT, STEPS, StoredShards, host_copy, own_parts, read_shards, write_shards
@@ -336,10 +334,6 @@ def prepare(model: Headed, config: TrainerConfig) -> None:
     Modules keep their names and class, so checkpoints and exports do not change.
     """
     if config.compile:
-        # The grouping of packed rows differs in every micro-batch, and each would be compiled anew.
-        AttentionInterface.register(NAME, torch.compiler.disable(packed_attention))
-        for mixer in mixers_of(model.lm):
-            mixer.forward = torch.compiler.disable(mixer.forward)
         for layer in model.decoder.layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
     if config.activation_checkpointing:

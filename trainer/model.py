@@ -35,7 +35,7 @@ from rl_async.errors import DataError, UserError
 from rl_async.model_files import experts_of, mixers_of
 from rl_async.pictures import PictureProcessor
 from rl_async.torch_shared import bfloat16_products, output_logits, widened
-from rl_async.trainer.attention import NAME, Groups, Sharing, gathered
+from rl_async.trainer.attention import NAME, Sharing, gathered
 from rl_async.trainer.backend import OutputName, Outputs, policy_outputs
 from rl_async.trainer.families import (
     LogitForm,
@@ -47,7 +47,7 @@ from rl_async.trainer.families import (
     why_padded,
 )
 from rl_async.trainer.images import Images, embedded
-from rl_async.trainer.packing import Packed, PackedTree, Tensors, pack, pack_tree
+from rl_async.trainer.packing import Packed, PackedTree, RowCalls, Tensors, pack, pack_tree
 from rl_async.trainer.pretrained import Pretrained, StoredWeights, skeleton
 
 log = logging.getLogger("rl_async.trainer")
@@ -484,24 +484,26 @@ def keep_rows_apart(lm: Any) -> None:
         mixer.forward = partial(_by_groups, mixer.forward)
 
 
+# A graph of torch.compile would have fixed groups.
+@torch.compiler.disable
 def _by_groups(
     forward: Callable[..., Tensor],
     hidden_states: Tensor,
     attention_mask: Tensor | None = None,
     cache: Any = None,
-    packed_groups: Groups | None = None,
+    packed_row: RowCalls | None = None,
     **_: Any,
 ) -> Tensor:
     """Call a layer for each group of a packed row [1, N, H]. Its result does not depend on other options.
 
     Raises ValueError for what is not a packed row, rather than compute it wrongly.
     """
-    if packed_groups is None or attention_mask is not None or cache is not None:
+    if packed_row is None or attention_mask is not None or cache is not None:
         raise ValueError("a layer with a state needs packed rows, without a mask and a cache")
-    sizes = [length * sequences for length, sequences in packed_groups]
+    sizes = [length * sequences for length, sequences in packed_row.groups]
     parts = (
         forward(part.unflatten(0, (sequences, length))).flatten(0, 1)
-        for (length, sequences), part in zip(packed_groups, hidden_states[0].split(sizes), strict=True)
+        for (length, sequences), part in zip(packed_row.groups, hidden_states[0].split(sizes), strict=True)
     )
     return torch.cat(list(parts))[None]
 

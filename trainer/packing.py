@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from rl_async.errors import DataError
 from rl_async.messages import Trajectory
+from rl_async.torch_shared import has_flash_attention
 from rl_async.trainer.images import FIRST_FEATURE, Images
 
 # A run of fewer tokens is not worth a node of its own, which costs every layer calls.
@@ -239,6 +240,39 @@ def empty_tensors(device: str) -> Tensors:
     )
 
 
+# A row's longest sequence is rounded up to a power of two, at least this one: compiled layers and kernels depend on it,
+# and there are few such numbers.
+LEAST_LONGEST = 1024
+
+
+@dataclass
+class RowCalls:
+    """How the sequences of a packed row attend, each to itself. Not frozen: torch.compile would read all of a frozen
+    dataclass, and compile layers anew for other groups.
+
+    Attributes:
+        groups: (length, sequences) of equally long sequences that stand side by side.
+        borders: Where sequences begin and end, int32 [B + 1], on the device.
+        host_borders: The same on the host.
+        longest: Tokens of the longest sequence, or some more.
+        has_kernel: Whether the device has PyTorch's FlashAttention for rows of several sequences.
+    """
+
+    groups: tuple[tuple[int, int], ...]
+    borders: Tensor
+    host_borders: Tensor
+    longest: int
+    has_kernel: bool
+
+
+def row_calls(groups: tuple[tuple[int, int], ...], device: torch.device) -> RowCalls:
+    """Describe a row of ``groups``, (length, sequences) each."""
+    lengths = [0, *(length for length, sequences in groups for _ in range(sequences))]
+    borders = torch.tensor(lengths).cumsum(0, dtype=torch.int32)
+    longest = max(LEAST_LONGEST, 1 << (max(lengths) - 1).bit_length())
+    return RowCalls(groups, borders.to(device), borders, longest, has_flash_attention(device))
+
+
 @dataclass(frozen=True)
 class Packed:
     """The N real tokens of a micro-batch in one row, longest sequence first; position n stands for the token after it.
@@ -266,15 +300,12 @@ class Packed:
     images: Images | None = None
 
     def backbone_inputs(self) -> dict[str, Any]:
-        """Arguments of a decoder of Transformers; ``packed_borders``, int32, are those of the row's sequences."""
-        lengths = [length for length, sequences in self.groups for _ in range(sequences)]
-        borders = torch.tensor([0, *lengths], device=self.tokens.device).cumsum(0, dtype=torch.int32)
+        """Arguments of a decoder of Transformers; our attention reads ``packed_row``."""
         return {
             "input_ids": self.tokens,
             "position_ids": self.positions,
             "use_cache": False,
-            "packed_groups": self.groups,
-            "packed_borders": borders,
+            "packed_row": row_calls(self.groups, self.tokens.device),
         }
 
     def share(self, rank: int, ranks: int) -> "Packed":

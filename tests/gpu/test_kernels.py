@@ -18,7 +18,7 @@ from rl_async.trainer import attention
 from rl_async.trainer.attention import packed_attention
 from rl_async.trainer.backend import Outputs
 from rl_async.trainer.fsdp2 import Fsdp2Backend
-from rl_async.trainer.packing import collate
+from rl_async.trainer.packing import collate, row_calls
 from tests.conftest import make_rows
 
 NO_GPU = None if torch.cuda.is_available() else "no CUDA device on this machine"
@@ -71,15 +71,13 @@ def test_one_call_for_a_packed_row_computes_what_one_for_each_sequence_does(
 
     def attend(dtype: torch.dtype) -> list[Tensor]:
         query, key, value = parts = [part.to(dtype).requires_grad_() for part in given]
-        borders = torch.tensor([0, *lengths], device="cuda").cumsum(0, dtype=torch.int32)
         out, _ = packed_attention(
             module,
             query,
             key,
             value,
             None,
-            packed_groups=groups,
-            packed_borders=borders,
+            packed_row=row_calls(groups, torch.device("cuda")),
             sliding_window=window,
             scaling=0.2,
         )

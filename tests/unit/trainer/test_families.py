@@ -15,7 +15,7 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.families import FAMILIES, why_padded
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.model import keep_rows_apart
-from rl_async.trainer.packing import Tensors, empty_tensors
+from rl_async.trainer.packing import Tensors, empty_tensors, row_calls
 from rl_async.weight_sync.experts import STACKED_FOR_ENGINES, single
 from tests.support.families import COMMON, DISTINCT, PADDED, VOCAB, config_of, saved
 from tests.support.model_table import KINDS, PAGE, listed, table
@@ -132,7 +132,7 @@ def test_a_layer_with_a_state_refuses_rows_that_are_not_packed() -> None:
     model = AutoModel.from_config(config_of("lfm2"))
     keep_rows_apart(model)
     tokens = torch.zeros(1, 4, dtype=torch.int64)
-    for options in ({"use_cache": True, "packed_groups": ((4, 1),)}, {"use_cache": False}):
+    for options in ({"use_cache": True, "packed_row": row_calls(((4, 1),), torch.device("cpu"))}, {"use_cache": False}):
         with pytest.raises(ValueError, match="packed rows"):
             model(input_ids=tokens, **options)
 

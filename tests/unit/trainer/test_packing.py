@@ -1,5 +1,8 @@
 """Micro-batches as tensors: padded, packed, and as trees of shared prefixes."""
 
+from dataclasses import replace
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
@@ -12,9 +15,10 @@ from rl_async.errors import DataError
 from rl_async.messages import Trajectory
 from rl_async.trainer import attention
 from rl_async.trainer.attention import packed_attention
-from rl_async.trainer.packing import Tensors, collate, empty_tensors, pack, pack_tree, prefix_tree
+from rl_async.trainer.packing import Tensors, collate, empty_tensors, pack, pack_tree, prefix_tree, row_calls
 from tests.conftest import make_rows
 from tests.support.rounding import assert_near, rounding
+from tests.support.varlen import by_borders
 
 
 def test_collate_pads_rows_and_masks_what_was_not_sampled() -> None:
@@ -89,29 +93,13 @@ def test_what_is_computed_per_token_comes_back_where_the_token_is(lengths: list[
         assert not back[~there].any()
 
 
-def by_borders(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    borders: Tensor,
-    same: Tensor,
-    longest: int,
-    longest_too: int,
-    *,
-    scale: float,
-    window_size: tuple[int, int],
+def checked(
+    q: Tensor, k: Tensor, v: Tensor, borders: Tensor, same: Tensor, longest: int, too: int, **named: Any
 ) -> Tensor:
-    """What PyTorch documents of ``varlen_attn``, which has no kernel for CPUs: a token sees so many before and behind
-    it in its sequence, -1: all."""
+    """The stand-in, given what a kernel relies on."""
     assert same is borders and borders.dtype == torch.int32
-    assert longest == longest_too == borders.diff().max()
-    sequence = torch.bucketize(torch.arange(len(q)), borders, right=True)
-    distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
-    back, ahead = window_size
-    sees = (sequence[:, None] == sequence) & (distance >= -ahead) & ((distance <= back) | (back == -1))
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = torch.einsum("nhd,mhd->hnm", q, k) * scale
-    return torch.einsum("hnm,mhd->nhd", scores.masked_fill(~sees, float("-inf")).softmax(-1), v)
+    assert longest == too >= borders.diff().max()
+    return by_borders(q, k, v, borders, same, longest, too, **named)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
@@ -119,15 +107,16 @@ def test_one_call_for_the_row_computes_what_one_for_each_sequence_does(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = pack(padded([2, 5, 5])).backbone_inputs()
-    assert inputs["packed_borders"].tolist() == [0, 5, 10, 12]
+    row = inputs["packed_row"]
+    assert row.borders.tolist() == row.host_borders.tolist() == [0, 5, 10, 12] and row.longest >= 5
     module = torch.nn.Module()
     module.is_causal = True  # type: ignore[assignment]
     q, k, v = (torch.randn(1, heads, 12, 8) for heads in (4, 2, 2))
-    given = {key: inputs[key] for key in ("packed_groups", "packed_borders")}
-    given |= {"attention_mask": None, "scaling": 0.3, "sliding_window": window}
+    given = {"packed_row": row, "attention_mask": None, "scaling": 0.3, "sliding_window": window}
     expected, _ = packed_attention(module, q, k, v, **given)
-    monkeypatch.setattr(attention, "_has_kernel", lambda query, value: True)
-    monkeypatch.setattr(attention, "_kernel", by_borders)
+    monkeypatch.setattr(attention, "_kernel_takes", lambda query, value: True)
+    monkeypatch.setattr(attention, "_kernel", checked)
+    given["packed_row"] = replace(row, has_kernel=True)
     found, _ = packed_attention(module, q, k, v, **given)
     # Outputs are averages of values; the scores, sums of 8 products, change their weights.
     size = v.abs().max().item()
@@ -149,16 +138,14 @@ def test_pytorchs_kernel_takes_fewer_key_heads_than_query_heads() -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        {"packed_groups": None},
-        {"packed_borders": None},
+        {"packed_row": None},
         {"attention_mask": torch.ones(1, 1, 4, 4)},
         {"position_bias": torch.zeros(1)},
         {"causal": False},
     ],
 )
 def test_what_packed_attention_does_not_compute_is_refused(asked: dict) -> None:  # type: ignore[type-arg]
-    borders = torch.tensor([0, 4], dtype=torch.int32)
-    asked = {"packed_groups": ((4, 1),), "packed_borders": borders, "attention_mask": None} | asked
+    asked = {"packed_row": row_calls(((4, 1),), torch.device("cpu")), "attention_mask": None} | asked
     module = torch.nn.Module()
     module.is_causal = asked.pop("causal", True)  # type: ignore[assignment]
     x = torch.randn(1, 2, 4, 8)
