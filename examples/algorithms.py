@@ -1,27 +1,25 @@
-"""Every advantage estimator and every loss on the calculator task: short runs from one warm start, one seed.
+"""Every advantage estimator and every loss on two tasks with three seeds: short runs from one warm start per task.
 
-Each row of the table is a run of ``rl-async launch``: engine, agent worker, queue and trainer are separate processes.
-Advantage estimators run with the ``ppo`` loss, losses with ``grpo`` advantages. A run learns if the mean reward of its
-last five steps exceeds that of its first five by ``--margin``.
+    python examples/algorithms.py                                   # all of them, about 35 s a run
+    python examples/algorithms.py --advantages rloo opo --losses gspo cispo --tasks sort --seeds 1
+    python examples/algorithms.py --ended                           # the table of the runs that are there
 
-    python examples/algorithms.py                                   # all of them, about 35 s each
-    python examples/algorithms.py --advantages rloo opo --losses gspo cispo
-
-reward first/last   mean sampled reward of the first and the last five steps
-kl                  largest k3 estimate of KL(behaviour || policy) per token over the run
-ess                 smallest effective sample size of the token weights, 1 when on-policy
-with                the method's further settings
+Advantage estimators run with the ``ppo`` loss, losses with ``grpo`` advantages. A run that was interrupted is
+continued, and one that has ended is audited and not run again. The table has a row per method; its cells are the mean
+sampled reward of the first and of the last five steps, of each seed, and ``learns`` counts the runs that rise by more
+than ``--margin``.
 """
 
 import argparse
-import json
 import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
+
+from seeds import print_table, train
 
 from rl_async.configs.schema.formulas import ADVANTAGES, LOSSES
 
+TASKS = ("calculator", "sort")
 # The preset's learning rate of 1e-3 suits losses that limit how far one step may go.
 SLOWER = "trainer.learning_rate=3e-4"
 OF_ROWS = ["algorithm.aggregation=seq-mean-token-sum", "trainer.minibatches=1", "trainer.learning_rate=1e-4"]
@@ -56,55 +54,65 @@ NEEDS: dict[tuple[str, str], list[str]] = {
 }
 
 
-def run(kind: str, name: str, arguments: argparse.Namespace) -> list[dict[str, float]]:
-    """Run one method; return its metrics, a dict per step, or [] if the run failed before its first step."""
-    run_name = f"algorithms-{kind}-{name}"
-    command = [
-        *("rl-async", "launch", "--mode", "disaggregated", "--config", "calculator", "--name", run_name),
+def run(task: str, kind: str, name: str, seed: int, arguments: argparse.Namespace) -> list[float] | None:
+    """Train one run, unless it has ended; return the reward of each step, or None if it failed or is left out."""
+    run_name = f"algorithms-{task}-{kind}-{name}-{seed}"
+    options = [
         f"algorithm.{kind}={name}",
         f"trainer.steps={arguments.steps}",
-        f"seed={arguments.seed}",
+        f"seed={seed}",
         "trainer.schedule=constant",
         "eval.every=0",
         *NEEDS.get((kind, name), []),
         *arguments.override,
     ]
-    print("$", " ".join(command), flush=True)
-    done = subprocess.run(
-        [str(Path(sys.executable).with_name("rl-async")), *command[1:]], stdout=subprocess.DEVNULL, check=False
-    )
-    path = arguments.runs / run_name / "metrics.jsonl"
-    if done.returncode != 0 and not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    metrics = arguments.runs / run_name / "metrics.jsonl"
+    if arguments.ended and not (metrics.exists() and metrics.read_text().count("\n") >= arguments.steps):
+        return None
+    try:
+        return train(task, "disaggregated", run_name, arguments.runs, options).rewards
+    # It is a row all the same: a method may diverge, which ends its run.
+    except subprocess.CalledProcessError as error:
+        print(error, flush=True)
+        return None
 
 
-def row(kind: str, name: str, metrics: Sequence[dict[str, float]], steps: int, margin: float) -> str:
-    """Format one row of the table."""
-    if len(metrics) < steps:
-        return f"{kind:<10} {name:<32} ended after {len(metrics)} of {steps} steps"
-    rewards = [m["reward/mean"] for m in metrics]
-    first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
-    kl, ess = max(m["correction/k3"] for m in metrics), min(m["correction/ess"] for m in metrics)
-    verdict = "learns" if last - first > margin else "does not learn"
-    given = " ".join(NEEDS.get((kind, name), []))
-    return f"{kind:<10} {name:<32} {first:>7.3f} {last:>7.3f} {kl:>9.4f} {ess:>7.3f}  {verdict:<14} {given}"
+def cells(rewards: Mapping[int, list[float] | None], margin: float) -> list[str]:
+    """Return the cells of one task, for the runs of one method by seed."""
+    ended = [each for each in rewards.values() if each is not None]
+    ends = [(sum(each[:5]) / len(each[:5]), sum(each[-5:]) / len(each[-5:])) for each in ended]
+    first, last = (", ".join(f"{end[place]:.2f}" for end in ends) for place in (0, 1))
+    learns = sum(after - before > margin for before, after in ends)
+    return [
+        first,
+        last,
+        f"{learns} of {len(rewards)}" if len(ended) == len(rewards) else f"{learns} of {len(ended)} that ended",
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--advantages", nargs="*", choices=ADVANTAGES, default=list(ADVANTAGES))
     parser.add_argument("--losses", nargs="*", choices=LOSSES, default=list(LOSSES))
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--margin", type=float, default=0.1, help="rise of the reward that counts as learning")
     parser.add_argument("--runs", type=Path, default=Path("runs"))
+    parser.add_argument("--ended", action="store_true", help="start nothing, tabulate runs that have ended")
     parser.add_argument("override", nargs="*", help="more a.b=c overrides")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     tried = [("advantage", name) for name in arguments.advantages] + [("loss", name) for name in arguments.losses]
-    lines = [row(kind, name, run(kind, name, arguments), arguments.steps, arguments.margin) for kind, name in tried]
-    print(f"\n{'':<10} {'':<32} {'first':>7} {'last':>7} {'kl max':>9} {'ess min':>7}  {'':<14} with")
-    print("\n".join(lines))
+    rows = []
+    for kind, name in tried:
+        of_tasks = [
+            cells({seed: run(task, kind, name, seed, arguments) for seed in arguments.seeds}, arguments.margin)
+            for task in arguments.tasks
+        ]
+        given = " ".join(NEEDS.get((kind, name), []))
+        rows.append([kind, name, *(cell for of_task in of_tasks for cell in of_task), given])
+    columns = [f"{task}: {column}" for task in arguments.tasks for column in ("first", "last", "learns")]
+    print_table(["", "", *columns, "with"], rows)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ checkpointing, no reference model, no log-probabilities before the step (``num_i
 """
 
 import argparse
+import functools
 import json
 import tempfile
 import time
@@ -78,7 +79,30 @@ def right_number(completions: list[list[dict[str, str]]], ground_truth: list[str
     return [float(number == truth) for number, truth in zip(said, ground_truth, strict=True)]
 
 
-REWARDS = {"digits": share_of_digits, "right": right_number}
+def reasoning_gym(
+    completions: list[list[dict[str, str]]],
+    ground_truth: list[str],
+    completion_ids: list[list[int]],
+    end: int,
+    **kwargs: Any,
+) -> list[float]:
+    """As the environment ``reasoning_gym:basic_arithmetic`` scores: an answer that was cut off is worth 0.
+
+    ``end`` is the token that ends a turn.
+    """
+    # The package is needed for this reward alone.
+    from reasoning_gym import create_dataset
+    from reasoning_gym.utils import extract_answer
+
+    dataset = create_dataset("basic_arithmetic", size=1)
+    said = [messages[0]["content"] for messages in completions]
+    return [
+        float(dataset.score_answer((extract_answer(text) or text).strip(), {"answer": truth})) * (ids[-1] == end)
+        for text, truth, ids in zip(said, ground_truth, completion_ids, strict=True)
+    ]
+
+
+REWARDS = {"digits": share_of_digits, "right": right_number, "reasoning_gym": reasoning_gym}
 
 
 def rows_per_pass(rows: int, tokens: int, most: int) -> int:
@@ -112,6 +136,8 @@ def config(arguments: argparse.Namespace, folder: str, rows: int) -> GRPOConfig:
         report_to="none",
         disable_tqdm=True,
         logging_steps=1,
+        shuffle_dataset=False,
+        seed=arguments.seed,
     )
 
 
@@ -125,6 +151,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--reward", default="digits", choices=REWARDS)
     parser.add_argument("--pass-tokens", type=int, default=1024)
+    parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--save", type=Path, metavar="FOLDER")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -140,7 +167,7 @@ def main() -> None:
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32),
             processing_class=tokenizer,
-            reward_funcs=clock.timed(REWARDS[arguments.reward]),
+            reward_funcs=clock.timed(functools.partial(REWARDS[arguments.reward], end=tokenizer.eos_token_id)),
             args=config(arguments, folder, rows),
             train_dataset=Dataset.from_list(tasks),
             callbacks=[clock],

@@ -47,7 +47,7 @@ def test_the_example_of_mcp_servers_starts_two() -> None:
     assert [server.name for server in config.agent.mcp] == ["sqlite", "calculator"] and not config.agent.tools
 
 
-@pytest.mark.parametrize("game", ["relay", "nim"])
+@pytest.mark.parametrize("game", ["relay", "recipes/self_play/config"])
 def test_the_example_of_a_game_trains_on_its_own_rewards(game: str) -> None:
     config = load_config(f"examples/{game}.yaml", mode="disaggregated", name="x")
     assert config.agent.environment and not config.agent.tools and not config.agent.opponents

@@ -155,23 +155,18 @@ DAPO = {
 }
 
 
-@pytest.mark.parametrize("file", sorted(RECIPES.glob("*.yaml")), ids=lambda file: file.stem)
-def test_a_recipe_loads(file: Path) -> None:
-    load_config(str(file), [])
-
-
 @pytest.mark.parametrize(
     ("name", "row", "right", "wrong"),
     [
-        ("gsm8k_lora", GSM8K, ["24 + 48\n#### 72", "#### 72.0", r"\boxed{72}"], ["#### 24\nwas May", "72", ""]),
-        ("dapo_math_7b", DAPO, ["so\nAnswer: 34", "Answer: $34$", r"Answer: \boxed{34}"], ["34", "Answer: 35", ""]),
+        ("gsm8k", GSM8K, ["24 + 48\n#### 72", "#### 72.0", r"\boxed{72}"], ["#### 24\nwas May", "72", ""]),
+        ("dapo_math", DAPO, ["so\nAnswer: 34", "Answer: $34$", r"Answer: \boxed{34}"], ["34", "Answer: 35", ""]),
     ],
 )
 def test_a_recipe_scores_answers_to_published_rows(
     name: str, row: object, right: list[str], wrong: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    config = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
+    config = yaml.safe_load((RECIPES / name / "config.yaml").read_text())
     for key in ("path", "eval_path"):
         if isinstance(config["data"][key], list):
             config["data"][key][0]["path"] = str(tmp_path / "rows.jsonl")

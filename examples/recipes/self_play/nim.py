@@ -2,8 +2,9 @@
 demonstrations. docs/how-to/environments.md#environments-of-other-projects.
 
     scripts/install environments                     # TextArena, on top of .venv
-    .venv-environments/bin/python examples/nim.py
-    .venv-environments/bin/python -m rl_async.launcher.cli launch --mode disaggregated --config examples/nim.yaml
+    .venv-environments/bin/python examples/recipes/self_play/nim.py
+    .venv-environments/bin/python -m rl_async.launcher.cli launch --mode disaggregated \\
+        --config examples/recipes/self_play/config.yaml
 """
 
 import random
@@ -18,7 +19,7 @@ from rl_async.agent_loop.environments.seeded import text_arena
 from rl_async.messages import Task
 
 PROMPT = {"role": "system", "content": "Play to win."}
-OPTIONS = {"num_players": 2, "piles": [2, 3]}  # as in nim.yaml
+OPTIONS = {"num_players": 2, "piles": [2, 3]}  # as in config.yaml
 BROKEN = 0.1  # of the moves in the demonstrations take more than there is
 
 
