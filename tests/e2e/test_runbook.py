@@ -41,7 +41,8 @@ def test_the_quarter_of_an_hour_writes_its_figures(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "found.json").read_text())
     assert found.keys() == {"machine", *items}
     assert found["ladder"]["ladder"].keys() == LADDER.keys() and found["decode"]["decode_tokens_per_s"] > 0
-    assert found["largest model"]["step_tokens_per_s"] > 0 and found["publication"]["publication_s"].keys() == {"1", "4"}
+    assert found["largest model"]["step_tokens_per_s"] > 0
+    assert found["publication"]["publication_s"].keys() == {"1", "4"}
     for mode in ("colocated", "disaggregated"):
         # The engines that were compared had what the trainer published.
         assert found[mode]["steps"] == 2 and found[mode]["mismatch/mean, largest"] < 1e-4
