@@ -1,8 +1,16 @@
-"""Runs that cannot work, and are refused before they start: the key that is to be changed comes first."""
+"""Runs that cannot work, and are refused before they start: the key that is to be changed comes first.
+
+This prints each refusal with the seconds that it took:
+
+    pytest -q -rP -m "slow or not slow" tests/contracts/launcher/test_broken_inputs.py | grep refused
+"""
 
 import json
 import shutil
 import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
@@ -70,6 +78,25 @@ def inputs(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) 
     shutil.copytree("model", "no_weights", ignore=shutil.ignore_patterns("*.safetensors"))
 
 
+@contextmanager
+def refused(kind: type[UserError]) -> Iterator["pytest.ExceptionInfo[UserError]"]:
+    """Expect an error of this kind, and print it."""
+    began = time.perf_counter()
+    with pytest.raises(kind) as caught:
+        yield caught
+    print(f"refused in {time.perf_counter() - began:.2f} s: {caught.value}")
+
+
+def refusal_of_dry_run(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+    """Give the whole command, which must fail, and print and return its only line."""
+    began = time.perf_counter()
+    code = main(["launch", "--mode", "disaggregated", "--config", "calculator", "--dry-run", *OWN, *overrides])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert code == EXIT_USER
+    print(f"refused in {time.perf_counter() - began:.2f} s: {line.removeprefix('error: ')}")
+    return line
+
+
 def test_the_run_that_the_others_break_is_accepted(tmp_path: Path) -> None:
     config = load_config("calculator", OWN)
     labels = [label for label, _ in rehearse_here(config, whole=True).lines]
@@ -93,7 +120,7 @@ def test_the_run_that_the_others_break_is_accepted(tmp_path: Path) -> None:
 )
 def test_a_broken_function_is_named_behind_its_key(key: str, name: str) -> None:
     value = f"[{{name: mine.py:{name}}}]" if key == "reward.functions" else f"mine.py:{name}"
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError) as caught:
         rehearse_here(load_config("calculator", [*OWN, f"{key}={value}"]), whole=True)
     assert str(caught.value).startswith(f"{key}: mine.py:{name}")
 
@@ -109,7 +136,7 @@ def test_a_broken_function_is_named_behind_its_key(key: str, name: str) -> None:
 def test_what_only_a_reading_of_all_rows_or_a_rendered_prompt_shows(
     override: str, kind: type[UserError], named: str
 ) -> None:
-    with pytest.raises(kind) as caught:
+    with refused(kind) as caught:
         rehearse_here(load_config("calculator", [*OWN, override]), whole=True)
     assert str(caught.value).startswith(named)
 
@@ -118,7 +145,7 @@ def test_demonstrations_without_conversations_are_named() -> None:
     pq.write_table(pa.table({"text": ["what is 2 + 3"]}), "demos.parquet")
     makes = ["warm_start.demos_path=demos.parquet", "warm_start.out=new", "model.path=new"]
     own = [override for override in OWN if override != "warm_start=null"]
-    with pytest.raises(DataError) as caught:
+    with refused(DataError) as caught:
         rehearse_here(load_config("calculator", [*own, *makes]), whole=True)
     assert str(caught.value).startswith("warm_start.demos_path: demos.parquet")
 
@@ -141,9 +168,7 @@ def test_demonstrations_without_conversations_are_named() -> None:
 def test_a_missing_input_or_a_setting_that_does_not_fit_is_named_first(
     overrides: list[str], key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = main(["launch", "--mode", "disaggregated", "--config", "calculator", "--dry-run", *OWN, *overrides])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert code == EXIT_USER and line.startswith(f"error: {key}") and not Path("runs").exists()
+    assert refusal_of_dry_run(capsys, *overrides).startswith(f"error: {key}") and not Path("runs").exists()
 
 
 @pytest.mark.parametrize(
@@ -157,7 +182,7 @@ def test_a_missing_input_or_a_setting_that_does_not_fit_is_named_first(
     ],
 )
 def test_a_machine_that_is_too_small_is_named(tmp_path: Path, override: str, named: str) -> None:
-    with pytest.raises(UserError) as caught:
+    with refused(UserError) as caught:
         plan_here(load_config("calculator", [*OWN, *override.split()]), tmp_path / "run")
     assert str(caught.value).startswith(named)
 
@@ -166,9 +191,7 @@ def test_a_machine_that_is_too_small_is_named(tmp_path: Path, override: str, nam
 @pytest.mark.slow
 def test_an_environment_that_cannot_begin_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     own = ["agent.environment=mine.py:World", "agent.loop=tool_agent", "agent.unprinted_tools=allow"]
-    code = main(["launch", "--mode", "disaggregated", "--config", "calculator", "--dry-run", *OWN, *own])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert code == EXIT_USER and line.startswith("error: agent.environment: ")
+    assert refusal_of_dry_run(capsys, *own).startswith("error: agent.environment: ")
 
 
 def test_a_taken_port_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,6 +199,4 @@ def test_a_taken_port_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen(1)
         own = ["queue.curve=always", f"queue.port={taken.getsockname()[1]}"]
-        code = main(["launch", "--mode", "disaggregated", "--config", "calculator", "--dry-run", *OWN, *own])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert code == EXIT_USER and line.startswith("error: queue.port: ")
+        assert refusal_of_dry_run(capsys, *own).startswith("error: queue.port: ")
