@@ -122,7 +122,7 @@ def _is_aside(one: Conversation, main: Conversation, output: str | None) -> bool
         return False
     if not output:
         return one.answers < main.answers and one.has_task <= main.has_task
-    return main.said in output and not (one.said and one.said in output)
+    return bool(main.said) and main.said in output and not (one.said and one.said in output)
 
 
 def _matches(one: Conversation, patterns: Sequence[str]) -> bool:

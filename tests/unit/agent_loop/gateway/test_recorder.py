@@ -495,6 +495,14 @@ def test_an_agent_that_gets_the_first_ones_answer_is_work() -> None:
     assert told.ends("approved") == (set(), 1), "the program printed its answer"
 
 
+def test_an_empty_last_answer_is_in_no_output() -> None:
+    told = Told()
+    told.say(0, "you code", "", ChatMessage("user", "please fix the bug"), calls=CALL)
+    told.say(0, "you code", "")
+    told.say(1, "you review", "all is well")
+    assert told.ends("Done.") == (set(), 0)
+
+
 def test_what_the_program_printed_is_work() -> None:
     told = Told()
     told.main()
