@@ -25,26 +25,30 @@ def train(run: Run) -> bool:
     published = begin(run)
     for step in range(run.start_step, config.trainer.steps):
         run.at(step, "waiting for a batch")
+        began = time.perf_counter()
         batch = take_batch(step, run.source, run.stop, config, models.policy.data_parallel, models.row_cost)
         if batch is None:
             run.leave(step)
             return False
         run.at(step, "training")
         run.publisher.before_train()
-        began = time.perf_counter()
+        have_batch = time.perf_counter()
         updated = update(models, batch, run.algorithm, config, run.kl.coef)
-        trained_s = time.perf_counter() - began
+        trained = time.perf_counter()
         # The record is on disk before the queue hears that the batch was trained, after which it is never sent again.
         run.recorder.trained(batch, updated.tokens)
         stopping = run.stop.agreed()
         if run.rank == 0:
             run.source.commit(step)
         metrics = updated.metrics | batch_metrics(batch.headers, step, None)
-        metrics |= {"time/update_s": trained_s, "time/step_s": trained_s}
         if not stopping:
             run.at(step, "publishing")
             published = Version(run.lineage, step + 1)
             metrics |= run.publisher.publish(published, models.policy)
+        ended = time.perf_counter()
+        metrics |= {"time/wait_batch_s": have_batch - began, "time/train_s": trained - have_batch}
+        metrics["time/update_s"] = trained - have_batch
+        metrics |= {"time/sync_s": ended - trained, "time/step_s": ended - began}
         if schedule.is_due(step + 1, sum(header.nbytes for header in batch.headers)):
             run.checkpoint(step + 1)
         run.retire()
