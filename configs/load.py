@@ -490,7 +490,8 @@ def _convert(values: dict[str, Any], places: Places) -> RunConfig:
         wrong = re.fullmatch(r"Invalid enum value '(.*)'", message)
         hint = (foreign_hint(dotted, wrong[1]) or nearest(wrong[1], choices(dotted))) if wrong else ""
         if re.match(r"Expected .*`(?:array|object)", message) and field_at(dotted) is not None:
-            hint = f" ({dotted}: {key_text(dotted).type})"
+            form = ", as in [{name: path.py:function}]" if dotted == "reward.functions" else ""
+            hint = f" ({dotted}: {key_text(dotted).type}{form})"
         raise ConfigError(f"{_place(dotted, places)}: {key}: {message[0].lower()}{message[1:]}{hint}") from error
 
 

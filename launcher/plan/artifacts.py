@@ -21,6 +21,11 @@ from rl_async.model_files import INDEX, indexed_files, read_header
 # A warm start writes its ``Origin`` into the model's folder.
 SFT_FILE = "sft.json"
 MADE_FILES = ("train.parquet", "test.parquet", "demos.parquet")
+# The keys of a preset that an own data set leaves pointing at files which nobody makes.
+INSTEAD = {
+    "data.eval_path": "; data.eval_path=null evaluates on no tasks",
+    "warm_start.demos_path": "; warm_start=null needs none, and trains the model of model.path as it is",
+}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -51,6 +56,7 @@ def needs_data(config: RunConfig) -> bool:
             continue
         if path not in _made_files(config):
             hint = f"; data.make={config.data.make} writes {', '.join(MADE_FILES)}" if config.data.make else ""
+            hint += INSTEAD.get(key, "")
             raise DataError(f"{key}: no file {path}{hint}")
         missing = True
     return missing

@@ -61,8 +61,8 @@ def test_demonstrations_are_needed_only_for_a_warm_start(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("data.eval_path=nowhere.parquet", "data.eval_path: no file nowhere.parquet"),
-        ("warm_start.demos_path=nowhere.parquet", "warm_start.demos_path: no file nowhere.parquet"),
+        ("data.eval_path=nowhere.parquet", "data.eval_path: no file nowhere.parquet.*data.eval_path=null"),
+        ("warm_start.demos_path=nowhere.parquet", "warm_start.demos_path: no file nowhere.parquet.*warm_start=null"),
         ("data.make=null", "data.path: no file"),
     ],
 )
