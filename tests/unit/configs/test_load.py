@@ -190,8 +190,14 @@ def test_mistakes_in_a_file_name_the_line(write, text: str, expected: list[str])
         ("queue.sampling=7", "queue.sampling"),
         ("queue.sampling=xyz", "known: fifo, freshest, priority, quota"),
         ("tracking.backends=[consol]", "tracking.backends"),
-        ("reward.functions=mine.py:score", "(reward.functions: list of {name, weight, extract, text})"),
-        ("reward.functions=[mine.py:score]", "(reward.functions: list of {name, weight, extract, text})"),
+        (
+            "reward.functions=mine.py:score",
+            "(reward.functions: list of {name, weight, extract, text}, as in [{name: path.py:function}])",
+        ),
+        (
+            "reward.functions=[mine.py:score]",
+            "(reward.functions: list of {name, weight, extract, text}, as in [{name: path.py:function}])",
+        ),
     ],
 )
 def test_mistakes_in_an_argument_name_the_argument(override: str, expected: str) -> None:
