@@ -20,7 +20,7 @@ A layer gets the record as an argument, so that it is there again when the layer
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -296,9 +296,14 @@ def replay_routers(model: Headed, options: TrainerConfig) -> None:
 
 # --- Log-probabilities
 
-# The logits that are in memory at once: the fastest number of those measured. A GPU needs larger matrices.
+# The logits that are in memory at once: the fastest number of those measured. A GPU needs larger matrices, and one with
+# so many bytes has room for them.
 CPU_CHUNK_LOGITS = 2**23
 GPU_CHUNK_LOGITS = 2**26
+LARGE_GPU, LARGE_GPU_CHUNK_LOGITS = 40 * 10**9, 2**28
+# An accelerator multiplies the gradients of so many rows at once: each product reads and writes the whole float32
+# gradient of the weight, which takes as long as the products of some hundred rows.
+GPU_PRODUCT_ROWS = 4096
 
 
 class TokenStats(NamedTuple):
@@ -327,6 +332,7 @@ def token_stats(
     temperature: Tensor,
     requested: frozenset[str] = frozenset(),
     chunk_logits: int | None = None,
+    product_rows: int | None = None,
 ) -> TokenStats:
     """Evaluate softmax(logits / temperature) at ``targets``; gradient flows to hidden, weight and bias.
 
@@ -335,13 +341,24 @@ def token_stats(
         targets: int64 [N].
         temperature: float32 [N].
         requested: of "entropy" and "sum_squares"; other names are ignored.
-        chunk_logits: logits in memory at once; by default as suits the device.
+        chunk_logits: logits in memory at once, in float32; by default as suits the device.
+        product_rows: rows whose gradients by logits, in the weight's type, are in memory at once and enter one product;
+            by default as suits the device, and at least a chunk.
     """
-    usual = CPU_CHUNK_LOGITS if hidden.device.type == "cpu" else GPU_CHUNK_LOGITS
-    chunk = max(1, (chunk_logits or usual) // head.weight.shape[0])
+    chunk = max(1, (chunk_logits or _chunk_logits(hidden.device)) // head.weight.shape[0])
+    block = max(chunk, product_rows or (0 if hidden.device.type == "cpu" else GPU_PRODUCT_ROWS))
     flags = "entropy" in requested, "sum_squares" in requested
-    result: Any = _Chunked.apply(hidden, head.weight, head.bias, targets, temperature, head.form, flags, chunk)
+    result: Any = _Chunked.apply(hidden, head.weight, head.bias, targets, temperature, head.form, flags, (chunk, block))
     return TokenStats(*result)
+
+
+@cache
+def _chunk_logits(device: torch.device) -> int:
+    """Return how many logits are in memory at once on a device."""
+    if device.type == "cpu":
+        return CPU_CHUNK_LOGITS
+    large = torch.accelerator.get_memory_info(device)[1] >= LARGE_GPU
+    return LARGE_GPU_CHUNK_LOGITS if large else GPU_CHUNK_LOGITS
 
 
 def head_logits(hidden: Tensor, head: LogitHead, temperature: Tensor) -> Tensor:
@@ -368,9 +385,9 @@ class _Chunked(torch.autograd.Function):
         temperature: Tensor,
         form: LogitForm,
         flags: tuple[bool, bool],
-        chunk: int,
+        sizes: tuple[int, int],
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        rows, head = hidden.shape[0], LogitHead(widened(weight), bias, form)
+        rows, head, chunk = hidden.shape[0], LogitHead(widened(weight), bias, form), sizes[0]
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs, normaliser = (torch.empty(rows, dtype=dtype, device=hidden.device) for _ in range(2))
         entropy, squares = (torch.empty_like(logprobs) if flag else None for flag in flags)
@@ -388,7 +405,7 @@ class _Chunked(torch.autograd.Function):
                 entropy[part] = -(z.exp() * z).sum(-1)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, normaliser, entropy, squares)
-        ctx.form, ctx.chunk = form, chunk
+        ctx.form, ctx.sizes = form, sizes
         return logprobs, entropy, squares
 
     @staticmethod
@@ -399,17 +416,28 @@ class _Chunked(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=normaliser.dtype) if to_weight else None
         d_bias = torch.zeros_like(bias, dtype=normaliser.dtype) if to_bias else None
         head = LogitHead(widened(weight), bias, ctx.form)
-        for start in range(0, hidden.shape[0], ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            z = head_logits(hidden[part], head, temperature[part])
-            slope = _slope(z, ctx.form, temperature[part])
-            z -= normaliser[part, None]
-            x = _Rows(targets[part], *(None if t is None else t[part, None] for t in (entropy, squares, *grads)))
-            dz = _by_logits(z, x).mul_(slope).to(weight.dtype)
+        rows, (chunk, block) = hidden.shape[0], ctx.sizes
+        # Without room for more than a chunk, its gradient is used as it is.
+        kept = weight.new_empty(min(rows, block), weight.shape[0]) if block > chunk else None
+        for first in range(0, rows, block):
+            last = min(first + block, rows)
+            for start in range(first, last, chunk):
+                part = slice(start, min(start + chunk, last))
+                z = head_logits(hidden[part], head, temperature[part])
+                slope = _slope(z, ctx.form, temperature[part])
+                z -= normaliser[part, None]
+                x = _Rows(targets[part], *(None if t is None else t[part, None] for t in (entropy, squares, *grads)))
+                by_logits = _by_logits(z, x).mul_(slope)
+                if kept is None:
+                    dz = by_logits.to(weight.dtype)
+                else:
+                    kept[start - first : part.stop - first] = by_logits
+            if kept is not None:
+                dz = kept[: last - first]
             if d_hidden is not None:
-                torch.mm(dz, weight, out=d_hidden[part])
+                torch.mm(dz, weight, out=d_hidden[first:last])
             if d_weight is not None:
-                _add_product(d_weight, dz, hidden[part])
+                _add_product(d_weight, dz, hidden[first:last])
             if d_bias is not None:
                 d_bias += dz.sum(0)
         return (
@@ -463,7 +491,7 @@ def _by_logits(logp: Tensor, x: _Rows) -> Tensor:
 def _add_product(total: Tensor, dz: Tensor, hidden: Tensor) -> None:
     """total [V, H] += dz^T hidden, in the precision of ``total``."""
     if total.device.type != "cpu" and total.dtype != dz.dtype:
-        total += dz.t() @ hidden
+        torch.addmm(total, dz.t(), hidden, out_dtype=total.dtype, out=total)
         return
     with bfloat16_products(dz.dtype):
         total.addmm_(dz.t().to(total.dtype), hidden.to(total.dtype))

@@ -1,14 +1,18 @@
 """Log-probabilities from hidden states, and the kernels of a model's layers."""
 
 import sys
+import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rl_async.errors import UserError
 from rl_async.trainer.families import LogitForm
-from rl_async.trainer.model import LogitHead, apply_liger, head_logits, token_stats
+from rl_async.trainer.model import LogitHead, _add_product, apply_liger, head_logits, token_stats
 
 ROWS, HIDDEN, VOCAB = 7, 5, 11
 FORMS = [LogitForm(), LogitForm(scale=0.25), LogitForm(softcap=1.5), LogitForm(scale=3.0, softcap=2.0)]
@@ -69,6 +73,79 @@ def test_values_and_gradients_equal_the_dense_ones(
     ]
     for one, other in zip(*gradients, strict=True):
         assert torch.allclose(one, other, atol=1e-12)
+
+
+class Held(TorchDispatchMode):
+    """Counts the bytes of tensors that operations under it made and that are still there: at most ``most``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most, self._now, self._alive = 0, 0, set[int]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self._alive:
+                storage = tensor.untyped_storage()
+                self._alive.add(storage._cdata)
+                self._now += storage.nbytes()
+                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+        self.most = max(self.most, self._now)
+        return found
+
+    def _gone(self, key: int, size: int) -> None:
+        self._alive.discard(key)
+        self._now -= size
+
+
+REAL_VOCAB, REAL_ROWS, CHUNK, BLOCK = 151_936, 100, 8, 24
+
+
+@pytest.mark.parametrize("vocab", [11, 1000, pytest.param(REAL_VOCAB, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_products_of_many_chunks_are_those_of_each_in_less_memory(vocab: int, softcap: float | None) -> None:
+    """As on an accelerator: gradients of several chunks are kept for one product. Rows do not divide evenly."""
+    draw, form = torch.Generator().manual_seed(0), LogitForm(softcap=softcap)
+    hidden = torch.randn(REAL_ROWS, HIDDEN, generator=draw)
+    weight = torch.randn(vocab, HIDDEN, generator=draw)
+    targets = torch.randint(0, vocab, (REAL_ROWS,), generator=draw)
+    temperature = torch.linspace(0.5, 2.0, REAL_ROWS)
+    requested = frozenset({"entropy", "sum_squares"})
+
+    def gradients(block: int) -> tuple[list[Tensor], int]:
+        given = [x.clone().requires_grad_() for x in (hidden, weight)]
+        stats = token_stats(
+            given[0],
+            LogitHead(given[1], None, form),
+            targets,
+            temperature,
+            requested,
+            chunk_logits=CHUNK * vocab,
+            product_rows=block,
+        )
+        assert stats.entropy is not None and stats.sum_squares is not None
+        with Held() as held:
+            (stats.logprobs + stats.entropy + stats.sum_squares).mean().backward()
+        return [x.grad for x in given if x.grad is not None], held.most
+
+    (one, _), (other, most) = (gradients(block) for block in (0, BLOCK))
+    for name, a, b in zip(("hidden", "weight"), one, other, strict=True):
+        print(f"V={vocab} {name}: old - new {(a - b).abs().max():.1e} of {a.abs().max():.1e}")
+        assert (a - b).abs().max() <= 1e-6
+    # Beside the gradients of the weight and of a block: with entropy and squares five numbers for each logit of a
+    # chunk, and one more with a cap.
+    chunk = 4 * CHUNK * vocab
+    assert most <= 4 * (BLOCK * vocab + 2 * weight.numel()) + (6 if softcap else 5) * chunk + 4 * 1024 * HIDDEN
+
+
+def test_an_accelerator_adds_bfloat16_products_in_float32_without_a_copy() -> None:
+    """Without elements, as a CPU has no such product: what this version of PyTorch checks of its arguments."""
+    total = torch.empty(VOCAB, HIDDEN, device="meta")
+    dz, hidden = (torch.empty(ROWS, n, dtype=torch.bfloat16, device="meta") for n in (VOCAB, HIDDEN))
+    with Held() as held:
+        _add_product(total, dz, hidden)
+    # Its tensors, which are counted as they come by, and nothing more.
+    assert held.most <= total.nbytes + dz.nbytes + hidden.nbytes
 
 
 @pytest.mark.parametrize("name", ["entropy", "sum_squares"])
