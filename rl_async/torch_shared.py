@@ -69,13 +69,29 @@ def to_host(tensor: Tensor) -> Tensor:
     """
     if tensor.device.type == "cpu":
         return tensor
+    return _host_buffer(tensor, tensor.device.type).copy_(tensor)
+
+
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Return a host tensor's copy on a device, without waiting for it, or the tensor if the device is the host.
+
+    The copy is made from pinned memory if there is enough, in the order of other work of the device.
+    """
+    kind = torch.device(device).type
+    if kind == "cpu":
+        return tensor
+    return _host_buffer(tensor, kind).copy_(tensor).to(device, non_blocking=True)
+
+
+def _host_buffer(like: Tensor, kind: str) -> Tensor:
+    """Return host memory of a tensor's shape: pinned, if this process's accelerator is of this kind."""
     here = torch.accelerator.current_accelerator(check_available=True)
-    if here is not None and here.type == tensor.device.type:
+    if here is not None and here.type == kind:
         try:
-            return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
+            return torch.empty_like(like, device="cpu", pin_memory=True)
         except RuntimeError as error:
             _warn_unpinned(str(error).partition("\n")[0])
-    return torch.empty_like(tensor, device="cpu").copy_(tensor)
+    return torch.empty_like(like, device="cpu")
 
 
 @functools.cache

@@ -278,7 +278,7 @@ def _towards_returns(
         def loss(micro: MicroBatch, outputs: Outputs) -> Tensor:
             assert outputs.values is not None, "a critic gives values"
             per_token = value_loss(outputs.values, micro.cut(values), micro.cut(returns), config.clip)
-            return token_mean(per_token, micro.cut(mask), torch.ones(len(outputs.values)), counts)
+            return token_mean(per_token, micro.cut(mask), outputs.values.new_ones(len(outputs.values)), counts)
 
         return loss
 
@@ -315,7 +315,7 @@ def _towards_outcomes(
             ratios = torch.where(micro.cut(mask), outputs.logprobs - micro.cut(reference), 0.0)
             if not micro.rows:
                 return ratios.sum()
-            labels, share = (part[micro.rows].to(ratios) for part in (outcomes, weights))
+            labels, share = (micro.cut_rows(part).to(ratios.dtype) for part in (outcomes, weights))
             entropies = binary_cross_entropy_with_logits(beta * ratios.sum(1), labels, reduction="none")
             return (torch.where(share > 0, share * entropies, 0.0)).sum() / total
 

@@ -27,6 +27,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RlAsyncError, RowsChanged, RowsLost, UserError
 from rl_async.messages import Reserved, RowKey, Trajectory, TrajectoryHeader
 from rl_async.recording import files_of_step, read_images, read_trajectories
+from rl_async.torch_shared import to_device
 from rl_async.trainer.algorithms.correction import grammar_weights
 from rl_async.trainer.algorithms.rows import Rows, on_tokens
 from rl_async.trainer.batch_layout import MiniBatch, RowCost, fresh_runs, layout
@@ -253,6 +254,8 @@ class MicroBatch:
     rows: list[int]
     tensors: Tensors
     batch: Rows
+    # What was cut before, by the identity of the whole tensor, which is kept so that no other gets the same.
+    _cut: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def _places(self) -> tuple[Tensor, Tensor]:
@@ -262,14 +265,45 @@ class MicroBatch:
     def cut(self, whole: Tensor) -> Tensor:
         """Copy this micro-batch's part [B, T-1] of a whole-batch tensor [M] to the device, padded with zeros.
 
-        A micro-batch without rows gets zeros [1, 1].
+        A micro-batch without rows gets zeros [1, 1]. The first call copies, and later ones return the same tensor.
         """
+        return self._once(whole, self._padded)
+
+    def cut_rows(self, values: Tensor) -> Tensor:
+        """Copy the values of these rows [B] of a tensor of the batch's rows [N] to the device, as ``cut`` does.
+
+        A micro-batch without rows gets a single 1.
+        """
+        return self._once(values, lambda whole: whole[self.rows] if self.rows else whole.new_ones(1))
+
+    def _once(self, whole: Tensor, cut: Callable[[Tensor], Tensor]) -> Tensor:
+        if id(whole) not in self._cut:
+            self._cut[id(whole)] = whole, to_device(cut(whole), self.tensors.mask.device)
+        return self._cut[id(whole)][1]
+
+    def _padded(self, whole: Tensor) -> Tensor:
         if not self.rows:
-            return torch.zeros((1, 1), dtype=whole.dtype, device=self.tensors.mask.device)
+            return whole.new_zeros(1, 1)
         there, positions = self._places
         padded = whole.new_zeros(there.shape)
         padded[there] = whole[positions]
-        return padded.to(self.tensors.mask.device)
+        return padded
+
+    def upload(self, wholes: Sequence[Tensor], values: Tensor) -> None:
+        """Begin to copy to the device what a loss is going to ``cut``, and of ``values`` [N] its rows.
+
+        A copy within the loss would wait for the forward pass, and leave the device without work for the backward pass.
+        """
+        self.cut_rows(values)
+        for whole in wholes:
+            self.cut(whole)
+        self.recorded  # noqa: B018
+
+    @cached_property
+    def recorded(self) -> Tensor | None:
+        """Trained tokens whose experts were recorded, bool [B, T-1] on the device; None without any record."""
+        experts, mask = self.tensors.experts, self.tensors.mask
+        return None if experts is None else mask & to_device(experts[:, :-1, 0, 0] >= 0, mask.device)
 
 
 @dataclass(frozen=True)

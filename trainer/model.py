@@ -47,7 +47,7 @@ from rl_async.trainer.families import (
     why_padded,
 )
 from rl_async.trainer.images import Images, embedded
-from rl_async.trainer.packing import Packed, PackedTree, RowCalls, Tensors, pack, pack_tree
+from rl_async.trainer.packing import Packed, PackedTree, RowCalls, Tensors
 from rl_async.trainer.pretrained import Pretrained, StoredWeights, skeleton
 
 log = logging.getLogger("rl_async.trainer")
@@ -145,7 +145,7 @@ class Headed(torch.nn.Module):
             return Outputs(**self(batch, requested))
         if self.replay is not None and batch.experts is not None:
             check_records(batch.experts, self.lm.config)
-        packed = pack(batch) if batch.tree is None or not self.shares_prefixes else pack_tree(batch, batch.tree)
+        packed = batch.packed(self.shares_prefixes)
         flat: dict[str, Tensor | None]
         if self.sharing is None or isinstance(packed, PackedTree):
             flat = self(packed, requested)

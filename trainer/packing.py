@@ -8,6 +8,7 @@ shared tokens stand once.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from torch.nn.functional import pad
 
 from rl_async.errors import DataError
 from rl_async.messages import Trajectory
-from rl_async.torch_shared import has_flash_attention
+from rl_async.torch_shared import has_flash_attention, to_device
 from rl_async.trainer.images import FIRST_FEATURE, Images
 
 # A run of fewer tokens is not worth a node of its own, which costs every layer calls.
@@ -169,6 +170,18 @@ class Tensors(msgspec.Struct):
     tree: PrefixTree | None = None
     experts: Tensor | None = None  # int16 [B, T, layers, k]
     images: Images | None = None
+    # How ``packed`` put them into one row, with prefixes shared and apart.
+    packings: "dict[bool, Packed | PackedTree]" = {}
+
+    def packed(self, shares_prefixes: bool) -> "Packed | PackedTree":
+        """Put the tokens into one row, or into a tree if rows share prefixes and ``shares_prefixes``.
+
+        Every pass over the micro-batch gets the same result.
+        """
+        tree = self.tree if shares_prefixes else None
+        if (tree is not None) not in self.packings:
+            self.packings[tree is not None] = pack(self) if tree is None else pack_tree(self, tree)
+        return self.packings[tree is not None]
 
     @property
     def computed(self) -> int:
@@ -203,10 +216,10 @@ def collate(
     )
     lengths, temperatures = zip(*((len(row.token_ids), row.sampling.temperature or 1.0) for row in rows), strict=True)
     return Tensors(
-        tokens=torch.from_numpy(tokens).to(device),
+        tokens=to_device(torch.from_numpy(tokens), device),
         lengths=torch.tensor(lengths),
-        mask=(torch.from_numpy(sampled[:, 1:]) if mask is None else mask).to(device),
-        temperature=torch.tensor(temperatures, device=device)[:, None, None],
+        mask=to_device(torch.from_numpy(sampled[:, 1:]) if mask is None else mask, device),
+        temperature=to_device(torch.tensor(temperatures), device)[:, None, None],
         tree=prefix_tree(known, lengths, temperatures, experts=experts) if share_prefixes else None,
         experts=None if experts is None else torch.from_numpy(experts),
         images=images,
@@ -270,7 +283,7 @@ def row_calls(groups: tuple[tuple[int, int], ...], device: torch.device) -> RowC
     lengths = [0, *(length for length, sequences in groups for _ in range(sequences))]
     borders = torch.tensor(lengths).cumsum(0, dtype=torch.int32)
     longest = max(LEAST_LONGEST, 1 << (max(lengths) - 1).bit_length())
-    return RowCalls(groups, borders.to(device), borders, longest, has_flash_attention(device))
+    return RowCalls(groups, to_device(borders, device), borders, longest, has_flash_attention(device))
 
 
 @dataclass(frozen=True)
@@ -299,13 +312,18 @@ class Packed:
     experts: Tensor | None = None  # int16 [N, layers, k]
     images: Images | None = None
 
+    @cached_property
+    def calls(self) -> RowCalls:
+        """How the row's sequences attend."""
+        return row_calls(self.groups, self.tokens.device)
+
     def backbone_inputs(self) -> dict[str, Any]:
         """Arguments of a decoder of Transformers; our attention reads ``packed_row``."""
         return {
             "input_ids": self.tokens,
             "position_ids": self.positions,
             "use_cache": False,
-            "packed_row": row_calls(self.groups, self.tokens.device),
+            "packed_row": self.calls,
         }
 
     def share(self, rank: int, ranks: int) -> "Packed":
@@ -348,17 +366,17 @@ def pack(batch: Tensors) -> Packed:
 
     device = batch.tokens.device
     source = row * width + position
-    experts = None if batch.experts is None else batch.experts.flatten(0, 1).index_select(0, source).to(device)
-    source, predicts, row = source.to(device), predicts.to(device), row.to(device)
+    experts = None if batch.experts is None else to_device(batch.experts.flatten(0, 1).index_select(0, source), device)
+    source, predicts, row = (to_device(index, device) for index in (source, predicts, row))
     tokens = batch.tokens.flatten().index_select(0, source)
     return Packed(
         tokens=tokens[None],
-        positions=position.to(device)[None],
+        positions=to_device(position, device)[None],
         groups=tuple(zip(sizes.tolist(), counts.tolist(), strict=True)),
         targets=torch.zeros_like(tokens).index_copy(0, predicts, tokens.index_select(0, predicts + 1)),
         temperature=batch.temperature.flatten().index_select(0, row),
         predicts=predicts,
-        places=places.to(device),
+        places=to_device(places, device),
         shape=(rows, width - 1),
         experts=experts,
         images=None if batch.images is None else batch.images.packed(source),
@@ -438,7 +456,7 @@ def pack_tree(batch: Tensors, tree: PrefixTree) -> PackedTree:
     cells = [row * (width - 1) + np.arange(len(path)) for row, path in enumerate(followers)]
 
     def on_device(numbers: np.ndarray) -> Tensor:
-        return torch.from_numpy(numbers).to(device)
+        return to_device(torch.from_numpy(numbers), device)
 
     source = on_device(tree.places)
     tokens = batch.tokens.flatten().index_select(0, source)
@@ -466,11 +484,11 @@ def tree_calls(tree: PrefixTree, device: torch.device) -> TreeCalls:
     paths: dict[tuple[int, int], list[Tensor]] = {}
     for length, path in _paths(tree):
         paths.setdefault((length, len(path)), []).append(path)
-    stacked = [(length, torch.stack(same).to(device)) for (length, _), same in sorted(paths.items())]
+    stacked = [(length, to_device(torch.stack(same), device)) for (length, _), same in sorted(paths.items())]
     return TreeCalls(
         longest=int(tree.positions.max()) + 1,
         own=tuple(
-            (length, (torch.tensor(those)[:, None] + torch.arange(length)).flatten().to(device))
+            (length, to_device((torch.tensor(those)[:, None] + torch.arange(length)).flatten(), device))
             for length, those in sorted(starts.items(), reverse=True)
         ),
         over=tuple((node.start, node.stop, node.end) for node in tree.nodes if node.end > node.stop),

@@ -230,11 +230,10 @@ class LossSums:
 
         Only the first pass over each row of the step counts.
         """
-        experts, agreement = micro.tensors.experts, outputs.agreement
-        if experts is None or agreement is None or tuple(micro.rows) in self.routed:
+        recorded, agreement = micro.recorded, outputs.agreement
+        if recorded is None or agreement is None or tuple(micro.rows) in self.routed:
             return
         self.routed.add(tuple(micro.rows))
-        recorded = micro.tensors.mask & (experts[:, :-1, 0, 0] >= 0).to(agreement.device)
         self.add("routed", torch.ones_like(agreement), recorded)
         self.add("agreed", agreement, recorded)
 
@@ -503,6 +502,18 @@ class Objective:
             by_row = torch.tensor([h.scored and h.reward > imitation.above for h in whole.headers])
             good = mask & on_tokens(by_row, whole.rows)
             imitated = max(int(good[positions].sum()), 1)
+        by_loss: list[Tensor | None] = [
+            *(self.precomputed.proximal, whole.behaviour, self.advantages, whole.free),
+            *(selected, uncertain, whole.grammar_weights, self.precomputed.reference),
+            good if imitation is not None else None,
+            whole.observed if observations is not None else None,
+        ]
+        if self.corrected is None:
+            by_loss += [whole.age]
+        else:
+            by_loss += [self.corrected.weights, self.corrected.keep, self.corrected.rule]
+        for micro in parts:
+            micro.upload([tensor for tensor in by_loss if tensor is not None], row_weights)
 
         def loss_fn(number: int, outputs: Outputs) -> Tensor:
             micro, logprobs = parts[number], outputs.logprobs
@@ -559,7 +570,7 @@ class Objective:
             if outputs.entropy is not None:
                 regularisation = regularisation - self.config.entropy_coef * outputs.entropy
             per_token = per_token + regularisation
-            weights = row_weights[micro.rows].to(logprobs) if micro.rows else torch.ones(1).to(logprobs)
+            weights = micro.cut_rows(row_weights).to(logprobs.dtype)
             loss = self.algorithm.aggregate(per_token, inputs.mask, weights, counts)
             if imitation is not None:
                 own, surprise = inputs.mask & micro.cut(good), -inputs.logprobs

@@ -17,9 +17,11 @@ from torch.utils._pytree import tree_map
 
 NAME = "rehearsal"
 DEVICE = f"{NAME}:0"
+MEMORY = 16 << 30  # bytes that the device says it has
 SCALARS = 16  # bytes: more that comes to the host at a time is no scalar or checksum
 aten = torch.ops.aten
 moved: list[int] = []  # sizes in bytes of what came to the host
+sent: list[int] = []  # sizes in bytes of what came from there
 _memory: dict[int, StorageWeakRef] = {}  # of all tensors that are or were on the device
 # Tensors are made in several threads.
 _memory_lock = threading.RLock()
@@ -69,6 +71,8 @@ class OnDevice(Tensor):
                 return parts
         if function is aten.copy_.default:
             target, source = args[0], args[1]
+            if isinstance(target, OnDevice) and not isinstance(source, OnDevice):
+                sent.append(source.nbytes)
             _in(target).copy_(_in(source) if isinstance(target, OnDevice) else _out(source))
             return target
         given: list[Any] = []
@@ -154,8 +158,9 @@ def install() -> None:
     """Make the device known to torch, which calls it an accelerator."""
     global _library
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
-    accelerator: Any = torch.accelerator  # a backend in Python has no way to offer these two
+    accelerator: Any = torch.accelerator  # a backend in Python has no way to offer these three
     accelerator.synchronize, accelerator.empty_cache = lambda device=None: None, _empty_cache
+    accelerator.get_memory_info = lambda device=None: (MEMORY - held(), MEMORY)
     _library = torch.library.Library("aten", "IMPL")
     _library.impl("_copy_from", _copy_from, "PrivateUse1")
     _library.impl("empty.memory_format", _empty, "PrivateUse1")
@@ -184,6 +189,8 @@ def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: object) ->
 
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+    if isinstance(target, OnDevice) and not isinstance(source, OnDevice):
+        sent.append(source.nbytes)
     _in(target).copy_(_in(source))  # called by ``torch.tensor``, which bypasses __torch_dispatch__
     return target
 

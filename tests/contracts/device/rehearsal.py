@@ -6,9 +6,10 @@ since the device changes torch.
 
 import dataclasses
 import functools
+import itertools
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -18,13 +19,20 @@ import torch.testing._internal.distributed.fake_pg
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from rl_async.configs.schema.algorithm import AlgorithmConfig, ImitationConfig, ObservationsConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig, WeightSyncConfig
 from rl_async.messages import Sampling, Version
 from rl_async.rollout_server.embedded.core import EngineCore, Sequence
 from rl_async.rollout_server.embedded.engine_thread import EngineThread
-from rl_async.trainer.backend import Outputs
+from rl_async.trainer.actor_critic import Models
+from rl_async.trainer.algorithms.algorithm import build
+from rl_async.trainer.backend import LossFn, OutputName, Outputs
+from rl_async.trainer.batches import Batch, plan_batch
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.packing import Tensors, collate
+from rl_async.trainer.update import update
 from rl_async.weight_sync.buckets import SUMS, Bucket, Piece, deltas, numbered, unpack, verify
 from rl_async.weight_sync.coordinator import TakeTurns
 from rl_async.weight_sync.layout import slices, whole
@@ -36,9 +44,20 @@ from tests.conftest import make_rows
 from tests.contracts.device import turns
 from tests.contracts.device.turns import HandedOver, all_turns
 from tests.support import python_device
-from tests.support.python_device import DEVICE, NAME, SCALARS, moved
+from tests.support.python_device import DEVICE, NAME, SCALARS, moved, sent
 
 BUCKET = 4096
+MINIS = 2
+# Corrections before and within the loss, each with all terms that read numbers per token.
+ALGORITHMS = [
+    AlgorithmConfig(
+        correction=correction,
+        entropy_coef=0.01,
+        observations=ObservationsConfig(coef=0.1),
+        imitation=ImitationConfig(coef=0.1),
+    )
+    for correction in ("decoupled_geo_rs_token_tis", "bypass_ppo_clip")
+]
 
 Told = dict[str, Any]
 
@@ -98,6 +117,51 @@ def training(there: Fsdp2Backend, here: Fsdp2Backend) -> Told:
         "scalars_only": largest <= SCALARS,
         "places": [awake, asleep, places(there)],
     }
+
+
+def updating(there: Fsdp2Backend, here: Fsdp2Backend) -> Told:
+    """Whole updates of mini-batches in two epochs: what is copied within losses, and in passes that are not the
+    first."""
+    within, later, metrics = list[int](), list[int](), []
+    for algorithm in ALGORITHMS:
+        config = RunConfig(
+            model=ModelConfig(path="none"),
+            data=DataConfig(path="none"),
+            algorithm=algorithm,
+            trainer=TrainerConfig(minibatches=MINIS, epochs=2, max_tokens_per_microbatch=64),
+        )
+        rows = make_rows(0)
+        headers = [row.header() for row in rows]
+        for backend in (there, here):
+            passes = itertools.count(1)
+
+            def step(
+                batches: Items[Tensors],
+                loss_fn: LossFn,
+                requested: frozenset[OutputName] = frozenset(),
+                backend: Fsdp2Backend = backend,
+                passes: Iterator[int] = passes,
+            ) -> tuple[float, float]:
+                def watched(number: int, outputs: Outputs) -> Tensor:
+                    moved.clear()
+                    sent.clear()
+                    loss = loss_fn(number, outputs)
+                    within.extend([*moved, *sent])
+                    return loss
+
+                sent.clear()
+                stepped = Fsdp2Backend.step(backend, batches, watched, requested)
+                if next(passes) > MINIS:
+                    later.extend(size for size in sent if size > SCALARS)
+                return stepped
+
+            backend.step = step  # type: ignore[method-assign]
+            plan = plan_batch(headers, 0, config, 1, backend.row_cost)
+            batch = Batch(0, headers, plan, {row.key: row for row in rows})
+            metrics.append(update(Models(backend), batch, build(config), config, kl_coef=0.1).metrics)
+            del backend.step  # type: ignore[attr-defined]
+    losses = [[found[name] for name in ("loss/policy", "loss/grad_norm")] for found in metrics]
+    return {"within": within, "later": later, "losses": list(zip(losses[::2], losses[1::2], strict=True))}
 
 
 def gathering(there: Fsdp2Backend) -> Told:
@@ -305,6 +369,7 @@ def main(folder: str) -> None:
     parts = {
         "mixing": mixing,
         "training": lambda: training(there, here),
+        "updating": lambda: updating(there, here),
         "gathering": lambda: gathering(there),
         "generating": lambda: generating(folder, there),
         "taking turns": lambda: taking_turns(there),

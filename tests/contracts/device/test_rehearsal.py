@@ -51,6 +51,13 @@ def test_training_computes_on_the_device_what_it_does_on_a_cpu(told: Told) -> No
     assert found["scalars_only"]
 
 
+def test_losses_copy_nothing_and_later_passes_read_what_the_first_brought(told: Told) -> None:
+    found = told["updating"]
+    assert found["within"] == [] == found["later"]
+    for there, here in found["losses"]:
+        assert there == pytest.approx(here, rel=pass_rounding(2.0, LAYERS, TERMS, backward=True))
+
+
 def test_asleep_the_trainer_is_on_the_host_and_awake_on_the_device(told: Told) -> None:
     assert told["training"]["places"] == [[NAME], ["cpu"], [NAME]]
 
