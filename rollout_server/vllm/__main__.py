@@ -24,7 +24,7 @@ TRACE_DEFAULTS = {
     "OTEL_TRACES_SAMPLER": "parentbased_always_off",
 }
 NEWER = f"install a newer one of {VLLM.versions}"
-COUNTER = "rl_async.rollout_server.vllm.versions.WeightVersions"
+COUNTER = "rl_async.rollout_server.vllm.old_servers.WeightVersions"
 FLAGS = ("--middleware", FENCE, *VLLM.fixed_arguments, "--disable-uvicorn-access-log")
 VARIABLES = {
     # Enables the control routes: pause, weights, sleep.
@@ -53,16 +53,16 @@ def _for_this_version() -> list[str]:
     from vllm.platforms import current_platform
     from vllm.sampling_params import SamplingParams
 
-    from rl_async.rollout_server.vllm import private_names, versions
+    from rl_async.rollout_server.vllm import old_servers, private_names
 
     flags = list(FLAGS)
     divided = current_platform.is_cpu() and "--enable-expert-parallel" in sys.argv
     if divided and (missing := private_names.lacking(private_names.DIVIDED_EXPERTS_ON_CPU)):
         sys.exit(f"this vLLM has no {', '.join(missing)}, without which it mixes up divided experts on a CPU; {NEWER}")
-    if private_names.lacking(private_names.VERSIONS):
-        if missing := private_names.lacking(private_names.OWN_VERSIONS):
+    if private_names.lacking(private_names.TOKEN_VERSIONS):
+        if missing := private_names.lacking(private_names.COUNTED_VERSIONS):
             sys.exit(f"this vLLM has no {', '.join(missing)}, by which versions of tokens are counted; {NEWER}")
-        versions.register()
+        old_servers.register()
         # Behind the fence and the check of the token, which vLLM puts around the middlewares before them.
         flags = ["--middleware", COUNTER, *flags]
     if all(map(private_names.lacking, private_names.SCALE_OUT)):

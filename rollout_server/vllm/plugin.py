@@ -38,7 +38,7 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             WEIGHT_TRANSFER, "rl_async.rollout_server.vllm.slices", "WeightTransfer"
         )
-    if not private_names.lacking(private_names.VERSIONS):
+    if not private_names.lacking(private_names.TOKEN_VERSIONS):
         _report_versions_in_every_part()
     _read_every_answer()
     _take_expanded_prompts()

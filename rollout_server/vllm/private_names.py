@@ -75,9 +75,10 @@ TOUCHED_ON_CPU: Names = {
     },
     "vllm.model_executor.layers.utils": {"dispatch_cpu_unquantized_gemm": ("layer", "remove_weight")},
 }
-# vLLM's own versions of tokens, from 0.32 on; without them ``versions.py`` keeps them, by these.
-VERSIONS: Names = {"vllm.v1.engine.output_processor": {"RequestState._weight_version_spans": ()}}
-OWN_VERSIONS: Names = {
+# vLLM's own versions of tokens, from 0.32 on; without them ``old_servers.py`` keeps them, by these.
+TOKEN_VERSIONS: Names = {"vllm.v1.engine.output_processor": {"RequestState._weight_version_spans": ()}}
+COUNTED_VERSIONS: Names = {
+    "vllm.v1.engine.async_llm": {"AsyncLLM.wake_up": ("tags",)},
     "vllm.v1.engine.output_processor": {
         "OutputProcessor.process_outputs": ("engine_core_outputs", "engine_core_timestamp"),
     },

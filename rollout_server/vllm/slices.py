@@ -213,6 +213,11 @@ class WeightTransfer(WeightTransferEngine):
         """Leave the weight-transfer group."""
         self._receiver.close()
 
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Refuse to be a trainer. Before 0.28 vLLM makes no transport without this method, which it never calls."""
+        raise NotImplementedError("rl-async's trainer sends the weights (rl_async.weight_sync.sender)")
+
     def _load(self, tensors: list[tuple[str, Tensor]]) -> None:
         if not self._loading:
             self._begin_loading()

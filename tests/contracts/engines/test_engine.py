@@ -47,15 +47,28 @@ WAIT_S = 60.0  # at most, for what must happen
 LONG = 700
 
 
-@pytest.fixture(scope="module", params=["embedded", pytest.param("vllm", marks=pytest.mark.slow)])
+# vLLM that counts the versions of tokens by itself, and with its own versions hidden, so that the plugin counts them.
+KINDS = [
+    "embedded",
+    pytest.param("vllm", marks=pytest.mark.slow),
+    pytest.param("vllm:counted", marks=pytest.mark.nightly),
+]
+WITHOUT_VERSIONS = Path(__file__).parents[2] / "support" / "vllm_without_versions"
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def peer(
     request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Peer]:
     """A running engine of each kind."""
     # tests/e2e/test_runs.py trains with a vLLM that compiles. Not forked: a test looks at its command line and its
     # environment.
-    with running(request.param, model_folder, tmp_path_factory.mktemp("run"), eager=True, forked=False) as started:
-        yield started
+    kind, _, counted = request.param.partition(":")
+    with pytest.MonkeyPatch.context() as patch:
+        if counted:
+            patch.setenv("PYTHONPATH", str(WITHOUT_VERSIONS))
+        with running(kind, model_folder, tmp_path_factory.mktemp("run"), eager=True, forked=False) as started:
+            yield started
 
 
 @pytest.fixture

@@ -8,26 +8,57 @@ from pathlib import Path
 import pytest
 
 from rl_async.configs.engines import VLLM, in_range
-from rl_async.rollout_server.vllm.private_names import TOUCHED, TOUCHED_ON_CPU
+from rl_async.rollout_server.vllm import private_names
+from rl_async.rollout_server.vllm.private_names import (
+    COUNTED_VERSIONS,
+    DIVIDED_EXPERTS_ON_CPU,
+    EXPERTS_ON_CPU,
+    SCALE_OUT,
+    TOKEN_VERSIONS,
+    TOUCHED,
+    TOUCHED_ON_CPU,
+    Names,
+)
 from tests.conftest import vllm_python
 
 FOLDER = "RL_ASYNC_VLLM_SOURCES"
 SOURCES = Path(os.environ.get(FOLDER, Path(__file__).parents[3] / ".vllm-sources"))
 VERSIONS = sorted(path.name for path in SOURCES.glob("*") if (path / "vllm").is_dir())
-ALL = {**TOUCHED, **TOUCHED_ON_CPU}
-# Before 0.32 the names differ in these, of which the first alone rules such a version out.
-LACKING = "RequestState._weight_version_spans"
+ALL: Names = {**TOUCHED, **TOUCHED_ON_CPU}
+# The versions that have the names of a feature: from the first to before the second.
+SINCE = [
+    (TOKEN_VERSIONS, ">=0.32"),
+    (COUNTED_VERSIONS, "<0.33"),
+    (EXPERTS_ON_CPU, ">=0.28"),
+    (DIVIDED_EXPERTS_ON_CPU, ">=0.30"),
+    (SCALE_OUT[0], ">=0.30,<0.33"),
+    (SCALE_OUT[1], ">=0.33"),
+]
+BASE = "vllm/distributed/weight_transfer/base.py"
 
 
-def missing(root: Path) -> list[str]:
-    """The touched names that the package in ``root`` lacks, or that lack a parameter that we pass."""
+def missing(root: Path, wanted: Names = ALL) -> list[str]:
+    """The names that the package in ``root`` lacks, or that lack a parameter that we pass."""
     found = []
-    for module, names in ALL.items():
+    for module, names in wanted.items():
         path = root / module.replace(".", "/")
         file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
         here = defined(ast.parse(file.read_text()).body) if file.is_file() else {}
-        found += [name for name, parameters in names.items() if name not in here or set(parameters) - here[name]]
+        for name, parameters in names.items():
+            if not any(one in here and not set(parameters) - here[one] for one in name.split("|")):
+                found.append(name)
     return found
+
+
+def methods(file: Path, owner: str, *, abstract: bool = False) -> set[str]:
+    """The methods that a class in ``file`` defines, or those of them that it leaves to others."""
+    (found,) = (n for n in ast.parse(file.read_text()).body if isinstance(n, ast.ClassDef) and n.name == owner)
+    return {
+        node.name
+        for node in found.body
+        if isinstance(node, ast.FunctionDef)
+        and (not abstract or any(isinstance(d, ast.Name) and d.id == "abstractmethod" for d in node.decorator_list))
+    }
 
 
 def defined(body: list[ast.stmt], prefix: str = "") -> dict[str, set[str]]:
@@ -51,10 +82,12 @@ def defined(body: list[ast.stmt], prefix: str = "") -> dict[str, set[str]]:
 @pytest.mark.nightly
 @pytest.mark.skipif(not VERSIONS, reason=f"install them with scripts/install vllm-sources, or set {FOLDER}")
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_version_has_all_names_or_is_outside_the_range(version: str) -> None:
-    lacking = missing(SOURCES / version)
-    assert in_range(version, VLLM.versions) == (not lacking), lacking
-    assert not lacking or LACKING in lacking
+def test_a_version_has_the_names_that_it_needs(version: str) -> None:
+    root = SOURCES / version
+    assert in_range(version, VLLM.versions) and not missing(root)
+    assert [not missing(root, names) for names, _ in SINCE] == [in_range(version, range_) for _, range_ in SINCE]
+    ours = methods(Path(private_names.__file__).with_name("slices.py"), "WeightTransfer")
+    assert methods(root / BASE, "WeightTransferEngine", abstract=True) <= ours
 
 
 def test_a_name_that_is_missing_or_takes_other_parameters_is_noticed(tmp_path: Path) -> None:
@@ -64,6 +97,9 @@ def test_a_name_that_is_missing_or_takes_other_parameters_is_noticed(tmp_path: P
         file.write_text("class RequestState:\n    def _new_completion_output(self): ...\n")
     everything = [name for names in ALL.values() for name in names]
     assert missing(tmp_path) == [name for name in everything if name != "RequestState._new_completion_output"]
+    fp8 = tmp_path / "vllm/model_executor/layers/quantization/online/fp8.py"
+    fp8.write_text("class _Fp8OnlineLinearBase: ...\n")
+    assert not any("OnlineLinearBase" in name for name in missing(tmp_path)), "an alternative is not enough"
     core = tmp_path / "vllm/v1/engine/core.py"
     core.write_text("class EngineCore:\n    def preprocess_add_request(self, other): ...\n")
     assert "EngineCore.preprocess_add_request" in missing(tmp_path)

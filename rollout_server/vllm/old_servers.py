@@ -1,9 +1,11 @@
-"""The version of the weights behind each token, in the server of a vLLM that does not know it (before 0.32).
+"""The parts of a server that vLLM has from 0.32 on, for older ones: above all the version behind each token.
 
 Weights change only while an engine is paused, after its last step has ended, so a token's version is the one that was
 held when its step ended. vLLM's engine core stamps the outputs of each step with the monotonic clock, which all
 processes of a machine share; ``WeightVersions`` notes on the same clock when updates finished. Outputs that the server
 reads late, behind an update, thus keep their version.
+
+``__main__.py`` calls ``register`` where ``private_names.TOKEN_VERSIONS`` are missing.
 """
 
 import time
@@ -100,12 +102,13 @@ class Samples(list[Any]):
 
 
 def register() -> None:
-    """Patch vLLM: requests keep the versions of their tokens, and streams name them in every part."""
+    """Patch vLLM: streams name the versions of tokens in every part, and metrics tell an engine that is half awake."""
     from vllm.entrypoints.scale_out.token_in_token_out import serving
+    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
     process, make = OutputProcessor.process_outputs, RequestState._new_completion_output
-    stream = serving.ServingTokens.serve_tokens_stream_generator
+    stream, wake = serving.ServingTokens.serve_tokens_stream_generator, AsyncLLM.wake_up
 
     def noting(processor: Any, outputs: Any, timestamp: float, *arguments: Any, **named: Any) -> Any:
         version = HELD[bisect_right(HELD, timestamp, key=itemgetter(0)) - 1][1]
@@ -128,6 +131,11 @@ def register() -> None:
     def to_client(handler: Any, request: Any, results: Any, *arguments: Any) -> Any:
         return stream(handler, request, _counted(results, request.sampling_params.n), *arguments)
 
+    async def wake_up(server: Any, tags: Any = None) -> None:
+        await wake(server, tags)
+        if server.logger_manager is not None and await server.engine_core.is_sleeping_async():
+            server.logger_manager.record_sleep_state(1, 1)
+
     class Choice(serving.GenerateResponseStreamChoice):  # type: ignore[misc]
         """A choice in a part of a stream."""
 
@@ -143,7 +151,7 @@ def register() -> None:
 
     OutputProcessor.process_outputs, RequestState._new_completion_output = noting, with_versions
     serving.GenerateResponseStreamChoice, serving.GenerateStreamResponse = Choice, Part
-    serving.ServingTokens.serve_tokens_stream_generator = to_client
+    serving.ServingTokens.serve_tokens_stream_generator, AsyncLLM.wake_up = to_client, wake_up
 
 
 async def _counted(results: AsyncIterator[Any], samples: int) -> AsyncIterator[Any]:
