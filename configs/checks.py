@@ -33,7 +33,7 @@ from rl_async.configs.engines import ENGINES, PARALLEL
 from rl_async.configs.schema.algorithm import ShapingConfig
 from rl_async.configs.schema.data import ROPES, DataConfig, DataSource, WarmStartConfig
 from rl_async.configs.schema.formulas import ADVANTAGES, Advantage
-from rl_async.configs.schema.rollout import AgentConfig, McpServerConfig
+from rl_async.configs.schema.rollout import DATA_PARALLEL, AgentConfig, McpServerConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import ConfigError
@@ -61,6 +61,10 @@ def _args(c: RunConfig) -> str | None:
     for word in c.rollout.engine_args:
         if why := takers[0].refusal(word):
             return f"rollout.engine_args: {word} cannot be set; {why}"
+    if c.rollout.data_parallel < 1:
+        return f"rollout.engine_args: {DATA_PARALLEL} needs a number of copies"
+    if c.rollout.data_parallel > 1 and len(engine_traits(c)) > 1:
+        return f"rollout.engine_args: {DATA_PARALLEL} needs engines of one kind"
     return None
 
 
@@ -109,18 +113,19 @@ def _lending(c: RunConfig) -> str | None:
 def _ranks(c: RunConfig) -> str | None:
     """Every kind can divide a model among ranks as configured, and experts go to the ranks that there are."""
     rollout = c.rollout
+    whole = rollout.tensor_parallel * rollout.data_parallel
     for key in PARALLEL:
         number = getattr(rollout, key.removeprefix("rollout."))
         for kind, traits in engine_traits(c).items():
             if number > 1 and key not in traits.divides:
                 able = " or ".join(name for name, them in ENGINES.items() if key in them.divides)
                 return f"{key}={number} does not go with rollout.engine={kind}; use rollout.engine={able}"
-            if key == "rollout.expert_parallel" and traits.expert_flags and number not in (1, rollout.tensor_parallel):
+            if key == "rollout.expert_parallel" and traits.expert_flags and number not in (1, whole):
                 return (
                     f"{key}={number}: {traits.title} divides experts among all ranks of a stage or none; use 1 or "
-                    f"rollout.tensor_parallel={rollout.tensor_parallel}"
+                    f"{whole} (rollout.tensor_parallel={rollout.tensor_parallel} times {DATA_PARALLEL})"
                 )
-    if rollout.tensor_parallel % rollout.expert_parallel:
+    if whole % rollout.expert_parallel:
         return (
             f"rollout.expert_parallel={rollout.expert_parallel} must divide rollout.tensor_parallel="
             f"{rollout.tensor_parallel}"

@@ -58,7 +58,7 @@ class EngineTraits:
         plugin: Entry point of rl-async, (group, value), that the package loads.
         flags: Flags, and the config keys that give their values.
         fixed_flags: Flags that it cannot train without, and their values, perhaps empty.
-        replaced_flags: Flags that another key does better, and the key.
+        replaced_flags: Flags that are refused for another way, and that way.
         refused_flags: Further flags that would break training.
         sleep_flags: Flags on a GPU that the trainer uses too.
         memory_flags: Flags, and the attributes of the plan's EngineMemory that give their values.
@@ -166,6 +166,29 @@ WEIGHT_TRANSFER = "rl_async"
 # vLLM 0.32 quantises only experts so; rollout_server/vllm/int8.py does it for dense layers.
 INT8 = '{"linear": "int8_per_channel_static", "moe": "int8_per_channel_static"}'
 
+# vLLM's flags for engines on several machines, or whose copies have servers of their own, without their dashes.
+_SEVERAL_MACHINES = (
+    *(
+        "nnodes",
+        "n",
+        "node-rank",
+        "r",
+        "headless",
+        "master-addr",
+        "dpn",
+        "dpr",
+        "dpl",
+        "dpa",
+        "dpp",
+        "dpb",
+        "dph",
+        "dpe",
+    ),
+    *("data-parallel-rank", "data-parallel-start-rank", "data-parallel-size-local", "data-parallel-address"),
+    *("data-parallel-rpc-port", "data-parallel-backend", "data-parallel-hybrid-lb", "data-parallel-external-lb"),
+)
+_ONE_MACHINE = "rollout.engines, since an engine is one server on one machine"
+
 VLLM = EngineTraits(
     title="vLLM",
     module="rollout_server.vllm",
@@ -201,11 +224,14 @@ VLLM = EngineTraits(
         # vLLM's own --api-key leaves the control routes open.
         "--middleware": "rl_async.process.http_auth.RequireToken",
     },
-    # Copies behind one server cannot be replaced, updated and routed to one by one.
-    replaced_flags=dict.fromkeys(("--data-parallel-size", "-dp", "--data-parallel-size-local"), "rollout.engines"),
+    replaced_flags={
+        # The plan reads the number of copies from the long flag.
+        "-dp": "--data-parallel-size",
+        **{("--" if len(name) > 3 else "-") + name: _ONE_MACHINE for name in _SEVERAL_MACHINES},
+    },
     refused_flags=(
         *("--api-key", "--quantization", "-q", "--lora-modules", "--max-loras", "--lora-target-modules"),
-        *("-tp", "-pp", "--nnodes"),
+        *("-tp", "-pp"),
         # Without its metrics nobody knows an engine's load.
         "--disable-log-stats",
     ),

@@ -269,6 +269,9 @@ class AgentConfig(Config, frozen=True):
     ] = None
 
 
+DATA_PARALLEL = "--data-parallel-size"
+
+
 class RolloutConfig(Config, frozen=True):
     engine: Annotated[
         EngineKind | tuple[EngineKind, ...], doc("Kind of rollout engine, or a list with one kind per engine.")
@@ -316,9 +319,19 @@ class RolloutConfig(Config, frozen=True):
     port: Annotated[Count, doc("Port of the first engine; the others use the following ones. 0: free ports.")] = 0
 
     @property
+    def data_parallel(self) -> int:
+        """Copies of the model in an engine, by vLLM's ``--data-parallel-size`` in ``engine_args``; 0 if unreadable."""
+        for word, following in zip(self.engine_args, (*self.engine_args[1:], ""), strict=False):
+            flag, _, value = word.partition("=")
+            if flag.replace("_", "-") == DATA_PARALLEL:
+                number = value or following
+                return int(number) if number.isdecimal() else 0
+        return 1
+
+    @property
     def ranks(self) -> int:
         """Processes of an engine that compute, each on a device of its own."""
-        return self.tensor_parallel * self.pipeline_parallel
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
 
     @property
     def cpu_cache_bytes(self) -> int:

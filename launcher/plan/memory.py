@@ -408,7 +408,7 @@ def engine_bytes(config: RunConfig, size: ModelSize | None, *, on_gpu: bool = Fa
     output = size.head * 4 if embedded and each < 4 and not on_gpu else 0
     cache = cache_bytes(config, size, embedded=embedded, on_gpu=on_gpu) * rollout.ranks
     travels = size.parameters * each
-    works = held_bytes(config, size) + copies * travels + output + cache
+    works = held_bytes(config, size) * rollout.data_parallel + copies * travels + output + cache
     return rollout.ranks * TORCH_BYTES + (max(works, travels + output) if embedded else works)
 
 

@@ -14,6 +14,7 @@ import asyncio
 import base64
 import io
 import re
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import Literal, TypeAlias
@@ -475,9 +476,11 @@ class VllmEngine:
         counts are None unless all are present.
         """
         total: dict[str, float] = {}
+        copies: Counter[str] = Counter()
         for key, value in await self._metrics():
             name = key.partition("{")[0]
             total[name] = total.get(name, 0.0) + value
+            copies[name] += 1
         if absent := [name for name in ROUTED_BY if name not in total]:
             raise EngineRejected(f"{self.url}/metrics lacks {', '.join(absent)}; is this version of vLLM supported?")
         running, waiting, usage = (total[name] for name in ROUTED_BY)
@@ -485,7 +488,7 @@ class VllmEngine:
         return EngineLoad(
             running=int(running),
             waiting=int(waiting),
-            cache_usage=usage,
+            cache_usage=usage / copies[ROUTED_BY[2]],
             preemptions=int(total[PREEMPTIONS]) if PREEMPTIONS in total else None,
             tokens=EngineTokens(**dict(zip(EngineTokens.__struct_fields__, counts)))
             if len(counts) == len(TOKENS)

@@ -125,17 +125,26 @@ def register() -> None:
         starts, sampled = getattr(state, "rl_async_starts", []), state.detokenizer.num_output_tokens()
         ends = [start for _, start in starts[1:]] + [sampled]
         spans = [{"version": v, "start": start, "end": end} for (v, start), end in zip(starts, ends, strict=False)]
+        output.weight_versions = spans
         output.token_ids = Tokens(output.token_ids, spans, last=output.finish_reason is not None)
         return output
 
     def to_client(handler: Any, request: Any, results: Any, *arguments: Any) -> Any:
         return stream(handler, request, _counted(results, request.sampling_params.n), *arguments)
 
-    async def wake_up(server: Any, tags: Any = None) -> None:
-        await wake(server, tags)
+    async def wake_up(server: Any, tags: Any = None) -> Any:
+        answer = await wake(server, tags)
         if server.logger_manager is not None and await server.engine_core.is_sleeping_async():
             server.logger_manager.record_sleep_state(1, 1)
+        return answer
 
+    OutputProcessor.process_outputs, RequestState._new_completion_output = noting, with_versions
+    serving.ServingTokens.serve_tokens_stream_generator, AsyncLLM.wake_up = to_client, wake_up
+    if hasattr(serving, "GenerateResponseStreamChoice"):
+        _send_versions(serving)
+
+
+def _send_versions(serving: Any) -> None:
     class Choice(serving.GenerateResponseStreamChoice):  # type: ignore[misc]
         """A choice in a part of a stream."""
 
@@ -149,9 +158,7 @@ def register() -> None:
 
         choices: list[Choice]
 
-    OutputProcessor.process_outputs, RequestState._new_completion_output = noting, with_versions
     serving.GenerateResponseStreamChoice, serving.GenerateStreamResponse = Choice, Part
-    serving.ServingTokens.serve_tokens_stream_generator, AsyncLLM.wake_up = to_client, wake_up
 
 
 async def _counted(results: AsyncIterator[Any], samples: int) -> AsyncIterator[Any]:

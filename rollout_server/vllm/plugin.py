@@ -4,6 +4,7 @@ rl-async is installed beside vLLM (scripts/install vllm), which calls ``register
 vLLM with ``--weight-transfer-config '{"backend": "rl_async"}'``, as ``__main__.py`` does.
 """
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -41,6 +42,7 @@ def register() -> None:
     if not private_names.lacking(private_names.TOKEN_VERSIONS):
         _report_versions_in_every_part()
     _read_every_answer()
+    _ask_every_copy()
     _take_expanded_prompts()
     _process_images_with_pillow()
     int8.register()
@@ -204,6 +206,18 @@ def _report_versions_in_every_part() -> None:
         return output
 
     RequestState._new_completion_output = with_versions
+
+
+def _ask_every_copy() -> None:
+    """Have ``/collective_rpc`` return the results of all data-parallel copies' workers, not of the first copy's."""
+    from vllm.v1.engine.core_client import DPLBAsyncMPClient
+
+    async def of_all(client: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> list[Any]:
+        call = "collective_rpc", method, timeout, args, kwargs
+        asked = [client._call_utility_async(*call, engine=engine) for engine in client.core_engines]
+        return [result for results in await asyncio.gather(*asked) for result in results]
+
+    DPLBAsyncMPClient.collective_rpc_async = of_all
 
 
 def _take_expanded_prompts() -> None:

@@ -42,6 +42,10 @@ TOUCHED: Names = {
     f"{_RELOAD}.meta": {"restore_layer_on_meta": ()},
     f"{_RELOAD}.utils": {"get_layer_params_buffers": (), "get_layer_tensors": ()},
     "vllm.v1.engine.output_processor": {"RequestState._new_completion_output": ()},
+    "vllm.v1.engine.core_client": {
+        "AsyncMPClient._call_utility_async": ("method", "engine"),
+        "DPLBAsyncMPClient.call_utility_async": (),
+    },
     "vllm.v1.engine.core": {"EngineCore.preprocess_add_request": ("request",)},
     "vllm.v1.executor.multiproc_executor": {"MultiprocExecutor._init_executor": ()},
     "vllm.lora.lora_model": {"LoRAModel.__init__": ("lora_model_id", "rank", "loras")},
@@ -84,8 +88,8 @@ COUNTED_VERSIONS: Names = {
     },
     "vllm.entrypoints.scale_out.token_in_token_out.serving": {
         "ServingTokens.serve_tokens_stream_generator": ("request", "result_generator"),
-        "GenerateResponseStreamChoice": (),
-        "GenerateStreamResponse": (),
+        # The later one takes the versions itself.
+        "GenerateResponseStreamChoice|GenerateTokensStreamChoice": (),
     },
 }
 # The flag that opens the routes on token ids, in 0.30 to 0.32 and in 0.33; before, they are always open.

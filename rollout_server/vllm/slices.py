@@ -36,6 +36,12 @@ from rl_async.weight_sync.receiver import AdapterLoader, Assembler, WeightReceiv
 Box = tuple[tuple[int, int], ...]
 
 
+def worker_number(parallel: Any) -> int:
+    """Return a worker's place among all of the engine: those of the first data-parallel copy, then the second's."""
+    number: int = parallel.data_parallel_index * parallel.world_size + parallel.rank
+    return number
+
+
 class WeightBoxes:
     """Gives vLLM's workers a method that tells the slices of weights that they need."""
 
@@ -58,7 +64,7 @@ class WeightBoxes:
         """Return the SHA-256 of each parameter's bytes, by its name behind the worker's place, as vLLM 0.32 does."""
         parallel = self.model_runner.vllm_config.parallel_config
         return {
-            f"dp{parallel.data_parallel_index}:rank{parallel.rank}:{name}": hashlib.sha256(
+            f"worker{worker_number(parallel)}:{name}": hashlib.sha256(
                 parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
             ).hexdigest()
             for name, parameter in self.model_runner.get_model().named_parameters()
@@ -174,7 +180,7 @@ class WeightTransfer(WeightTransferEngine):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join a weight-transfer group, in place of any earlier one, with the worker's own rank or group."""
-        rank = self.parallel_config.rank
+        rank = worker_number(self.parallel_config)
         if not init_info.workers:
             init_info = msgspec.structs.replace(init_info, rank_offset=init_info.rank_offset + rank)
         self._receiver.init(of_worker(init_info, rank))
@@ -200,7 +206,7 @@ class WeightTransfer(WeightTransferEngine):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Receive, verify and load one bucket."""
-        self._receiver.update(of_worker(update_info, self.parallel_config.rank))
+        self._receiver.update(of_worker(update_info, worker_number(self.parallel_config)))
 
     def finish_weight_update(self) -> None:
         """Load staged buckets, and complete the layers."""

@@ -52,7 +52,23 @@ USER = ["agent.environment=simulated_user", "agent.user={system: hi}"]
             ["rollout.engine=sglang", "rollout.engine_args=[--context_length, '9']"],
             ["rollout.max_model_len"],
         ),
-        (["rollout.engine=vllm", "rollout.engine_args=[-dp, '2']"], ["rollout.engine_args: -dp", "rollout.engines"]),
+        (
+            ["rollout.engine=vllm", "rollout.engine_args=[-dp, '2']"],
+            ["rollout.engine_args: -dp", "--data-parallel-size"],
+        ),
+        (
+            ["rollout.engine=vllm", "rollout.engine_args=['--nnodes=2']"],
+            ["rollout.engine_args: --nnodes", "rollout.engines"],
+        ),
+        (["rollout.engine=vllm", "rollout.engine_args=[--data-parallel-size]"], ["--data-parallel-size", "number"]),
+        (
+            ["rollout.engine=vllm", "rollout.engine_args=['--data-parallel-size=2']", "rollout.expert_parallel=3"],
+            ["rollout.expert_parallel", "use 1 or 2"],
+        ),
+        (
+            ["rollout.engine=[vllm, embedded]", "rollout.engines=2", "rollout.engine_args=['--data_parallel_size=2']"],
+            ["--data-parallel-size", "one kind"],
+        ),
         (["rollout.engine=sglang", "rollout.engine_args=['--tp=2']"], ["rollout.engine_args", "--tp=2"]),
         (
             ["rollout.engine=vllm", "rollout.engine_args=[--enable_expert_parallel]"],

@@ -358,7 +358,8 @@ vllm:num_requests_running{engine="0"} 3.0
 vllm:num_requests_running{engine="1"} 2.0
 vllm:num_requests_waiting{engine="0"} 1.0
 vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 1.0
-vllm:kv_cache_usage_perc{engine="0"} 0.5
+vllm:kv_cache_usage_perc{engine="0"} 0.75
+vllm:kv_cache_usage_perc{engine="1"} 0.25
 vllm:num_preemptions_total{engine="0"} 7.0
 vllm:prompt_tokens_total{engine="0"} 90.0
 vllm:generation_tokens_total{engine="0"} 40.0
@@ -368,7 +369,7 @@ vllm:prefix_cache_hits_total{engine="0"} 60.0
 """
 
 
-async def test_the_load_is_summed_over_the_labels_of_a_metric() -> None:
+async def test_the_load_of_all_copies_is_summed_and_the_share_of_their_caches_is_averaged() -> None:
     async with answering(lambda path, body: (200, METRICS.encode())) as client:
         tokens = EngineTokens(prompt=90, sampled=42, looked_up=80, found=60)
         assert await client.load() == EngineLoad(running=5, waiting=1, cache_usage=0.5, preemptions=7, tokens=tokens)
