@@ -58,6 +58,7 @@ from rl_async.process.allocation import no_collection
 from rl_async.process.private_folder import require_private
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.auth.keys import ClientKeys, folder_of, is_file
+from rl_async.transfer_queue.images import images_by_hash
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -625,6 +626,10 @@ class QueueClient(ClientVerbs):
             named.setdefault("lineage", self.lineage)
         message = await self.exchange(kind(*fields, **named))
         reply: T = expect(message.reply, *m.replies_of(kind))
+        if isinstance(reply, m.Leased):
+            # A queue that keeps payloads reads the images of its tasks where the tasks are.
+            for group in reply.groups:
+                self.sending.sent((group.group_id, sha256) for sha256 in images_by_hash(group.task.prompt))
         return reply
 
     async def snapshot(self) -> bytes:

@@ -6,6 +6,7 @@ its content is still one text, which templates of data sets, rewards and viewers
 
 import base64
 import binascii
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -184,6 +185,16 @@ def canonical(message: Mapping[str, Any], folder: Path | None = None) -> dict[st
 def images_of(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
     """Return the images of messages in order."""
     return [image for message in messages for image in message.get("images", ())]
+
+
+def images_by_hash(messages: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
+    """Return the images of messages by their SHA-256, as rows refer to them.
+
+    Messages may be a client's, which nothing has checked: values that are no bytes are left out.
+    """
+    given = [images for message in messages if isinstance(images := message.get("images"), list)]
+    found = [image for images in given for image in images if isinstance(image, bytes)]
+    return {hashlib.sha256(image).hexdigest(): image for image in found}
 
 
 def bound_images(images: Sequence[bytes]) -> None:

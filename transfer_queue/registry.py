@@ -167,6 +167,11 @@ class Consumers:
         """Whether the group is on the shelf."""
         return group in self._shelf
 
+    def task_of(self, group: int) -> m.Task | None:
+        """Return the task of a group on the shelf, and None for others."""
+        kept = self._shelf.get(group)
+        return None if kept is None else kept.task
+
     def headers_of(self, group: int) -> list[m.TrajectoryHeader]:
         """Headers of the rows of a group on the shelf."""
         kept = self._shelf.get(group)

@@ -321,6 +321,11 @@ class Store:
         self.delivery.expire(now)
         self.shards.expire(now)
 
+    def task_of(self, group: int) -> m.Task | None:
+        """Return the task of a group that has not ended for the trainer or a consumer."""
+        found = self.book.groups.get(group)
+        return self.consumers.task_of(group) if found is None else found.task
+
     # --- trainer ----------------------------------------------------------------------------------------------------
 
     def publish(self, version: m.Version, engines: Sequence[str]) -> m.Done | m.Refused:

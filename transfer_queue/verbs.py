@@ -22,6 +22,7 @@ from rl_async.transfer_queue import transitions as t
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.auth.roles import EVERYBODY, Role
 from rl_async.transfer_queue.delivery import Delivery
+from rl_async.transfer_queue.images import images_by_hash
 from rl_async.transfer_queue.journal.journal import FREEING, Journal
 from rl_async.transfer_queue.registry import Engines
 from rl_async.transfer_queue.store import Rates, Store, group_list, peek
@@ -233,14 +234,19 @@ def _put_with_media(
     media: dict[m.MediaKey, Frame],
     places: dict[str, int],
 ) -> list[m.Refused | None]:
-    """Take samples with their rows and the media that their groups lack; ``places`` are the media's sample numbers."""
+    """Take samples with their rows and the media that their groups lack; ``places`` are the media's sample numbers.
+
+    Images of a group's task are part of the task, and not stored again.
+    """
     journal, groups = queue.journal, queue.store.book.groups
+    named = {headers[0].group_id for headers in request.samples if any(header.media for header in headers)}
+    shown = {(group, sha256) for group in named & groups.keys() for sha256 in images_by_hash(groups[group].task.prompt)}
     # New media of the samples that are taken.
     coming: set[m.MediaKey] = set()
 
     def lacking(headers: Headers) -> set[m.MediaKey]:
         keys = {(headers[0].group_id, sha256) for header in headers for sha256 in header.media}
-        return {key for key in keys if not journal.has(key[0], places[key[1]])}
+        return {key for key in keys - shown if not journal.has(key[0], places[key[1]])}
 
     def missing(headers: Headers) -> m.Refused | None:
         absent = sorted(sha256 for _, sha256 in lacking(headers) - media.keys())
@@ -293,12 +299,24 @@ def fetch(queue: Serving, incoming: Incoming[m.Fetch], last: bool) -> Response:
         return Response(m.Refused(code="rows", reason="a row is requested twice"))
     if queue.store.settings.replicas:
         return Response(queue.store.shards.places(wanted))
-    rows = list(map(queue.journal.get, wanted))
+    rows = [queue.journal.get(key) or image for key, image in zip(wanted, _images_of_tasks(queue.store, wanted))]
     missing = [key for key, row in zip(wanted, rows) if row is None]
     if missing:
         return Response(m.Refused(code="unknown_row", reason=f"no row (group, sample, segment) {missing[:8]}"))
     found = [row for row in rows if row is not None]
     return Response(m.FetchedRows(lengths=list(map(len, found))), wire.join(found))
+
+
+def _images_of_tasks(store: Store, wanted: Sequence[m.RowKey]) -> list[bytes | None]:
+    """Return the image of a group's task for each of these keys that stands for one, and None for other keys."""
+    tasks = {group: store.task_of(group) for group, sample, _ in wanted if sample < 0}
+    shown = {
+        (group, m.media_sample(sha256), 0): image
+        for group, task in tasks.items()
+        if task is not None
+        for sha256, image in images_by_hash(task.prompt).items()
+    }
+    return list(map(shown.get, wanted))
 
 
 # Longer waits of a long poll are cut to this.

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -105,6 +106,34 @@ def test_another_worker_need_not_know_what_the_group_has(kept: RunningQueue, tra
         assert stranger.put(other, media=media) == m.Done()
     rows = sum(len(codec.encode(each)) for each in (row, other))
     assert trainer.status().payload_bytes == rows + (2 if sharded else 1) * len(IMAGE)
+
+
+def test_images_of_a_task_are_kept_once_with_it(kept: RunningQueue, trainer: SyncQueueClient, tmp_path: Path):
+    """Four images of 1 MB, with a fifth that a tool shows: the journal's files take little more than their bytes."""
+    sharded = bool(registry(trainer).replicas)
+    drawn = [random.Random(seed).randbytes(1 << 20) for seed in range(4)]
+    prompt = [
+        {"role": "user", "content": "\ufffc" * 4, "images": drawn},
+        {"role": "user", "images": [1]},
+        {"images": 2},
+    ]
+    own = m.Task(task_id="own", data_source="", prompt=prompt, ground_truth="")
+    trainer.renew()
+    groups = trainer.lease(1, WAIT_S, own).groups + trainer.lease(1, WAIT_S, own).groups
+    for group in groups:
+        for sample in group.samples:
+            row, media = illustrated(group, sample, *drawn, IMAGE)
+            assert trainer.put(row, media=media) == m.Done()
+    batch = trainer.reserve(0, WAIT_S)
+    rows = trainer.fetch([header.key for header in batch.headers])
+    media = trainer.fetch_media(rows)
+    assert [media[each.sha256] for each in rows[0].media] == [*drawn, IMAGE]
+    if not sharded:
+        in_rows = sum(len(codec.encode(row)) for row in rows)
+        assert trainer.status().payload_bytes == in_rows + 2 * len(IMAGE)
+    journal = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+    print(f"{len(groups)} groups, {journal / len(groups):,.0f} bytes of journal each")
+    assert journal < 1.1 * len(groups) * (4 << 20) + 2 * len(IMAGE)
 
 
 def test_a_row_without_its_media_is_refused_until_they_come(address: str):
