@@ -117,25 +117,11 @@ def rows_of(outputs: Tensor | None, tensors: Tensors) -> list[Tensor]:
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_rows_equal_rows_alone_in_results_and_gradients(family: str, share: bool, tmp_path: Path) -> None:
-    save_vision_model(family, tmp_path)
-    model, plain = built(tmp_path), AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation="eager")
-    processor = model.pictures
-    assert processor is not None
+    model, plain, rows = packed_and_alone(family, share, tmp_path)
     assert model.packs == (why_padded(plain.config) is None) == (family != "gemma3")
-    rows = [row(family, processor, number, *each) for number, each in enumerate(ROWS)]
-    tensors = batch(rows, processor, share=share)
-    to_float64(model), to_float64(plain)
-    with in_float64():
-        tensors.temperature = tensors.temperature.double()
-        found = rows_of(model.outputs(tensors, frozenset()).logprobs, tensors)
-        expected = []
-        for each in rows:
-            logits = plain(**plain_inputs(each, processor, family)).logits[0, :-1] / 0.5
-            expected.append(logits.log_softmax(-1).gather(1, torch.from_numpy(each.token_ids[1:, None]).long())[:, 0])
-        for mine, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(mine, theirs, **CLOSE)
-        weighted(found).backward()
-        weighted(expected).backward()
+    found, expected = rows
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, **CLOSE)
     gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
     for name, parameter in model.lm.named_parameters():
         if gradients[name] is None:
@@ -147,6 +133,30 @@ def test_packed_rows_equal_rows_alone_in_results_and_gradients(family: str, shar
             )
     seen = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
     assert any("vis" in name for name in seen)
+
+
+def packed_and_alone(family: str, share: bool, folder: Path) -> tuple[Headed, Any, tuple[list[Tensor], list[Tensor]]]:
+    """Compute ROWS in float64 packed, and one at a time by the plain model; both models have gradients of one loss.
+
+    Returns the trainer's model, the plain one, and the log-probabilities of both, by row.
+    """
+    save_vision_model(family, folder)
+    model, plain = built(folder), AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
+    processor = model.pictures
+    assert processor is not None
+    rows = [row(family, processor, number, *each) for number, each in enumerate(ROWS)]
+    tensors = batch(rows, processor, share=share)
+    to_float64(model), to_float64(plain)
+    with in_float64():
+        tensors.temperature = tensors.temperature.double()
+        found = rows_of(model.outputs(tensors, frozenset()).logprobs, tensors)
+        expected = []
+        for each in rows:
+            logits = plain(**plain_inputs(each, processor, family)).logits[0, :-1] / 0.5
+            expected.append(logits.log_softmax(-1).gather(1, torch.from_numpy(each.token_ids[1:, None]).long())[:, 0])
+        weighted(found).backward()
+        weighted(expected).backward()
+    return model, plain, (found, expected)
 
 
 def backend_of(folder: Path, **options: Any) -> Fsdp2Backend:
