@@ -34,7 +34,7 @@ from rl_async.trainer.algorithms.advantages import (
 from rl_async.trainer.algorithms.losses import count, token_mean
 from rl_async.trainer.algorithms.rows import Rows, on_tokens, row_sums
 from rl_async.trainer.backend import Backend, LossFn, Outputs, Reference
-from rl_async.trainer.batch_layout import RowCost, forward_flops
+from rl_async.trainer.batch_layout import RowCost, Shown, forward_flops
 from rl_async.trainer.batches import Batch, MicroBatch
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.ranks import DataParallel
@@ -356,26 +356,31 @@ def peak_flops(device: str, dtype: str) -> float | None:
     return next((peak for name, peak in BFLOAT16_PEAKS if re.search(rf"\b{name}\b", device)), None)
 
 
-def model_flops(models: Models, batch: Batch, *, epochs: int, trains_policy: bool, recomputes: bool) -> float:
+def model_flops(
+    models: Models, batch: Batch, shown: Shown, *, epochs: int, trains_policy: bool, recomputes: bool
+) -> float:
     """Return the operations of the models' passes over the batch, on all ranks together.
 
     The policy takes a forward pass in each epoch and, if it is trained, a backward pass; it takes one more forward pass
     if it ``recomputes`` log-probabilities before the epochs. A separate critic takes a forward pass before the epochs
     and both passes in each. A reference and a teacher take one forward pass. Padding, and layers recomputed for the
     backward pass, do not count (Chowdhery et al., arXiv:2204.02311, appendix B: MFU, not hardware utilisation); a
-    prompt computed once for several rows counts once. ``RowCost`` has the formula of a row.
+    prompt computed once for several rows counts once. ``RowCost`` has the formulas of a row and of a vision tower, to
+    which the images ``shown`` go in every forward pass, and in backward passes unless it is frozen.
     """
     shares = models.row_cost.shares_prefixes
 
-    def forward(model: Reference | None) -> float:
+    def passes(model: Reference | None, forward: int, backward: int = 0) -> float:
         if model is None:
             return 0.0
-        return float(forward_flops(batch.plan, batch.headers, replace(model.row_cost, shares_prefixes=shares)))
+        cost, tower = model.row_cost, model.row_cost.tower
+        rows = forward_flops(batch.plan, batch.headers, replace(cost, shares_prefixes=shares))
+        images = 0 if tower is None else tower.of(shown) * (forward + BACKWARD * backward * tower.trains)
+        return float(rows * (forward + BACKWARD * backward) + images)
 
-    both = 1 + BACKWARD
-    policy = epochs * (both if trains_policy else 1) + recomputes
-    scoring = forward(models.reference) + forward(models.teacher)
-    return forward(models.policy) * policy + forward(models.critic) * (1 + both * epochs) + scoring
+    policy = passes(models.policy, epochs + recomputes, epochs if trains_policy else 0)
+    scoring = passes(models.reference, 1) + passes(models.teacher, 1)
+    return policy + passes(models.critic, 1 + epochs, epochs) + scoring
 
 
 def compute_rates(metrics: Mapping[str, float], ranks: int, device: str, dtype: str) -> dict[str, float]:

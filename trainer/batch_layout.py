@@ -8,13 +8,37 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from rl_async.configs.schema.run import RunConfig
 from rl_async.messages import TrajectoryHeader, VersionRun
 from rl_async.model_files import experts_of
+
+
+class Shown(NamedTuple):
+    """How much the distinct images of micro-batches are: patches, pairs of patches of one image, and features."""
+
+    patches: int = 0
+    pairs: int = 0
+    features: int = 0
+
+
+@dataclass(frozen=True)
+class TowerCost:
+    """Floating-point operations of a vision tower's forward pass: of a patch, of a pair of patches of one image, and of
+    a feature, which replaces a token's embedding. ``side`` is that of a patch in pixels."""
+
+    patch: int
+    pair: int
+    feature: int
+    side: int
+    trains: bool = False
+
+    def of(self, shown: Shown) -> int:
+        """Operations of a forward pass over images. Windows count as full attention."""
+        return self.patch * shown.patches + self.pair * shown.pairs + self.feature * shown.features
 
 
 @dataclass(frozen=True)
@@ -26,13 +50,17 @@ class RowCost:
     quadratic: int = 0
     padded: bool = False
     shares_prefixes: bool = False
+    # Of the images that rows show.
+    tower: TowerCost | None = None
 
     def of(self, tokens: int) -> int:
         """Floating-point operations of a forward pass over one row, up to the factor that both terms share."""
         return self.linear * tokens + self.quadratic * tokens * tokens
 
 
-def row_cost_of(config: Any, *, padded: bool = False, shares_prefixes: bool = False) -> RowCost:
+def row_cost_of(
+    config: Any, *, padded: bool = False, shares_prefixes: bool = False, tower: TowerCost | None = None
+) -> RowCost:
     """Derive a decoder's cost per row from its Hugging Face config.
 
     Linear: 2 operations per weight that a token uses, the chosen experts' and the last layer's included. Quadratic:
@@ -52,6 +80,7 @@ def row_cost_of(config: Any, *, padded: bool = False, shares_prefixes: bool = Fa
         quadratic=heads * sum(score_width for _, score_width in costs),
         padded=padded,
         shares_prefixes=shares_prefixes,
+        tower=tower,
     )
 
 

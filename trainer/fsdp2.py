@@ -81,7 +81,10 @@ class Fsdp2Backend:
         self.hf_config = model.lm.config
         self.pictures = model.pictures
         self.row_cost = row_cost_of(
-            text_of(self.hf_config), padded=not model.packs, shares_prefixes=model.shares_prefixes
+            text_of(self.hf_config),
+            padded=not model.packs,
+            shares_prefixes=model.shares_prefixes,
+            tower=model.tower_cost(trains=trains_tower),
         )
         self._offloads = options.cpu_offload
         prepare(model, options)

@@ -18,6 +18,7 @@ from torch import Tensor
 from rl_async.errors import DataError
 from rl_async.messages import Media, Trajectory
 from rl_async.pictures import Picture, PictureProcessor
+from rl_async.trainer.batch_layout import Shown
 from rl_async.trainer.families import BIDIRECTIONAL
 
 # Beyond the ids of any vocabulary, and within 32 bits.
@@ -49,6 +50,16 @@ class Images:
     inputs: Mapping[str, Tensor]
     features: Tensor
     positions: Tensor | None
+
+    def shown(self, side: int) -> Shown:
+        """Return the size of the distinct images, whose patches have ``side`` pixels a side."""
+        if (grids := self.inputs.get("image_grid_thw")) is not None:
+            each = [int(grid.prod()) for grid in grids]
+        else:
+            pixels = self.inputs["pixel_values"]
+            height, width = pixels.shape[-2:]
+            each = [height * width // side**2] * (pixels.numel() // (3 * height * width))
+        return Shown(sum(each), sum(count**2 for count in each), int(self.features.max()) + 1)
 
     def packed(self, source: Tensor) -> "Images":
         """Select the tokens at ``source``, int64 [N], of the flattened batch."""

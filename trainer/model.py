@@ -19,6 +19,7 @@ A layer gets the record as an argument, so that it is there again when the layer
 """
 
 import logging
+import re
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
@@ -37,6 +38,7 @@ from rl_async.pictures import PictureProcessor
 from rl_async.torch_shared import bfloat16_products, output_logits, widened
 from rl_async.trainer.attention import NAME, Sharing, gathered
 from rl_async.trainer.backend import OutputName, Outputs, policy_outputs
+from rl_async.trainer.batch_layout import TowerCost
 from rl_async.trainer.families import (
     LogitForm,
     carried,
@@ -58,6 +60,8 @@ MODEL_FOLDER = "model"
 VALUE_HEAD_FILE = "value_head.safetensors"
 # The prefix of its tensors in a checkpoint's shards.
 VALUE_HEAD = "value_head."
+# Weights of a vision tower that each patch meets, but for embeddings of positions.
+_PATCHES = re.compile(r"patch_embed|(^|\.)(blocks|layers)\.")
 
 
 class ValueHead(torch.nn.Linear):
@@ -121,6 +125,20 @@ class Headed(torch.nn.Module):
         """Return the layers of the vision tower, which are those of its lists of modules."""
         parts = [part for whole in self.tower for part in whole.modules()]
         return [layer for part in parts if isinstance(part, torch.nn.ModuleList) for layer in part]
+
+    def tower_cost(self, *, trains: bool) -> TowerCost | None:
+        """Derive the cost of the vision tower's pass from its weights: 2 operations for each that a patch or a feature
+        meets, and 4 per element of a state for each pair of patches of one image (scores, and their sum over values)."""
+        if self.pictures is None:
+            return None
+        sizes = self.lm.config.vision_config
+        depth = getattr(sizes, "depth", None) or sizes.num_hidden_layers
+        weights = {
+            name: weight.numel() for part in self.tower for name, weight in part.named_parameters() if weight.dim() > 1
+        }
+        of_patches = sum(count for name, count in weights.items() if _PATCHES.search(name))
+        of_features = sum(count for name, count in weights.items() if not _PATCHES.search(name) and "pos" not in name)
+        return TowerCost(2 * of_patches, 4 * depth * sizes.hidden_size, 2 * of_features, sizes.patch_size, trains)
 
     def train_tower(self, trains: bool) -> None:
         """Freeze the vision tower, or train it, even with micro-batches that show no image.

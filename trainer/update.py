@@ -29,7 +29,7 @@ from rl_async.trainer.algorithms.correction import LOG_RATIO_LIMIT, Corrected, c
 from rl_async.trainer.algorithms.losses import LossInputs, SelectInputs, count, high_entropy, near_policy
 from rl_async.trainer.algorithms.rows import Rows, on_tokens, row_sums
 from rl_async.trainer.backend import LossFn, Outputs, Reference
-from rl_async.trainer.batch_layout import cost_imbalance, mask_bound, token_imbalance
+from rl_async.trainer.batch_layout import Shown, TowerCost, cost_imbalance, mask_bound, token_imbalance
 from rl_async.trainer.batches import Batch, MicroBatch, WholeBatch, assemble, gather
 from rl_async.trainer.images import lay_images
 from rl_async.trainer.packing import collate, empty_tensors
@@ -128,6 +128,7 @@ def update(
     metrics["compute/model_flops"] = model_flops(
         models,
         batch,
+        images_shown(ranks, micros, row_cost.tower),
         epochs=config.trainer.epochs,
         trains_policy=trains_policy,
         recomputes=bool(algorithm.precompute) or recomputes,
@@ -707,6 +708,16 @@ def grammar_metrics(whole: WholeBatch) -> dict[str, float]:
         return {}
     share, weight = there.sum() / whole.mask.sum(), whole.grammar_weights[there].mean()
     return {"constrained/share": share.item(), "constrained/weight_mean": weight.item()}
+
+
+def images_shown(ranks: DataParallel, micros: Sequence[MicroBatch], tower: TowerCost | None) -> Shown:
+    """Return how much the images of all ranks' micro-batches are. A collective, for models with a ``tower``."""
+    if tower is None:
+        return Shown()
+    here = [micro.tensors.images.shown(tower.side) for micro in micros if micro.tensors.images is not None]
+    sums = torch.tensor([Shown(), *here], dtype=torch.float64).sum(0)
+    ranks.all_reduce(sums)
+    return Shown(*map(int, sums.tolist()))
 
 
 def shared_tokens(ranks: DataParallel, micros: Sequence[MicroBatch]) -> float:

@@ -33,7 +33,7 @@ from rl_async.trainer.actor_critic import (
 from rl_async.trainer.algorithms.advantages import AdvantageInputs, gae
 from rl_async.trainer.algorithms.rows import Rows, on_tokens
 from rl_async.trainer.backend import Backend, LossFn, Outputs, learning_rate_factor
-from rl_async.trainer.batch_layout import MiniBatch, row_cost_of
+from rl_async.trainer.batch_layout import MiniBatch, Shown, TowerCost, row_cost_of
 from rl_async.trainer.batches import Batch, MicroBatch
 from rl_async.trainer.packing import Tensors, empty_tensors
 from rl_async.trainer.ranks import DataParallel
@@ -295,6 +295,7 @@ def test_a_critic_of_its_own_has_its_own_numbers_and_the_trainer_s_for_the_rest(
 
 
 LENGTHS = (100, 60, 40)
+NO_IMAGES = Shown()
 QWEN = SimpleNamespace(  # Qwen2.5-0.5B
     hidden_size=896,
     num_hidden_layers=24,
@@ -316,8 +317,10 @@ def models(**others: Any) -> Models:
     return Models(policy, **dict.fromkeys(others, policy))  # type: ignore[arg-type]
 
 
-def flops(them: Models, *, epochs: int = 1, trains_policy: bool = True, recomputes: bool = False) -> float:
-    return model_flops(them, batch(), epochs=epochs, trains_policy=trains_policy, recomputes=recomputes)
+def flops(
+    them: Models, *, epochs: int = 1, trains_policy: bool = True, recomputes: bool = False, shown: Shown = NO_IMAGES
+) -> float:
+    return model_flops(them, batch(), shown, epochs=epochs, trains_policy=trains_policy, recomputes=recomputes)
 
 
 def test_it_is_six_times_the_weights_per_token_and_attention() -> None:
@@ -336,6 +339,15 @@ def test_every_pass_counts() -> None:
     assert flops(models(reference=True)) == pytest.approx(4 * one)
     assert flops(models(reference=True, teacher=True)) == pytest.approx(5 * one)
     assert flops(models(critic=True)) == pytest.approx(7 * one)
+
+
+def test_images_count_in_every_pass_of_models_with_a_tower_but_not_backward_through_a_frozen_one() -> None:
+    shown, passes = Shown(patches=16, pairs=256, features=4), {"epochs": 2, "recomputes": True}
+    for trains, images in ((True, 3 * 2 + 1), (False, 2 + 1)):
+        tower = TowerCost(patch=10, pair=3, feature=7, side=8, trains=trains)
+        seeing = SimpleNamespace(row_cost=row_cost_of(QWEN, tower=tower))
+        added = flops(Models(seeing), shown=shown, **passes) - flops(models(), shown=shown, **passes)  # type: ignore[arg-type]
+        assert added == images * (10 * 16 + 3 * 256 + 7 * 4)
 
 
 def test_mfu_is_a_share_of_a_known_peak_and_absent_without_one() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
 from rl_async.configs.schema.data import DataConfig, ModelConfig
@@ -157,6 +158,26 @@ def packed_and_alone(family: str, share: bool, folder: Path) -> tuple[Headed, An
         weighted(found).backward()
         weighted(expected).backward()
     return model, plain, (found, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_towers_cost_is_what_pytorch_counts(family: str, tmp_path: Path) -> None:
+    """But for Qwen2.5-VL's windows, whose pairs it does not compute, which count as full attention."""
+    save_vision_model(family, tmp_path)
+    model = built(tmp_path)
+    model.lm.set_attn_implementation("eager")
+    assert model.pictures is not None
+    images = batch([row(family, model.pictures, n, *ROWS[n]) for n in (0, 2, 5)], model.pictures, share=True).images
+    cost = model.tower_cost(trains=False)
+    assert images is not None and cost is not None
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model.lm.base_model.get_image_features(**images.inputs)
+    shown = images.shown(cost.side)
+    counted = counter.get_total_flops()
+    if family == "qwen2_5_vl":
+        assert cost.of(shown._replace(pairs=shown.pairs // 2)) < counted < cost.of(shown)
+    else:
+        assert counted == cost.of(shown)
 
 
 def backend_of(folder: Path, **options: Any) -> Fsdp2Backend:
