@@ -127,8 +127,9 @@ class Headed(torch.nn.Module):
         return [layer for part in parts if isinstance(part, torch.nn.ModuleList) for layer in part]
 
     def tower_cost(self, *, trains: bool) -> TowerCost | None:
-        """Derive the cost of the vision tower's pass from its weights: 2 operations for each that a patch or a feature
-        meets, and 4 per element of a state for each pair of patches of one image (scores, and their sum over values)."""
+        """Derive the cost of the vision tower's pass: 2 operations for each weight that a patch or a feature meets, and
+        4 per element of a state for each pair of patches of one image (scores, and their sum over values).
+        """
         if self.pictures is None:
             return None
         sizes = self.lm.config.vision_config
