@@ -23,7 +23,7 @@ import time
 import zlib
 from typing import NamedTuple
 
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from rl_async.errors import DataError, UserError
 from rl_async.process.allocation import give_back_freed_memory
@@ -195,6 +195,10 @@ def _answer(data: bytes, want: int) -> tuple[bool, bytes]:
         reason = str(error)
     except MemoryError:
         reason = f"an image of {len(data)} bytes takes more than {MEMORY_BYTES >> 20} MiB to decode; shrink it"
+    except UnidentifiedImageError:
+        # Pillow's text names an object of its own.
+        known = ", ".join(FORMATS)
+        reason = f"an image of {len(data)} bytes is none of {known}, or damaged at its beginning, {data[:8]!r}"
     except _DAMAGED as error:
         reason = f"an image of {len(data)} bytes is damaged, or none of {', '.join(FORMATS)}: {error}"
     return False, reason.encode(errors="replace")
