@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -48,14 +48,14 @@ class Evaluator:
 
     An evaluation is identified by the step of the published version. One runs at a time. An evaluation that is due
     while another runs, or whose version was evaluated before, is skipped, except the last. ``record`` stores each
-    result. An episode passes with a reward of ``solved`` or more.
+    result, with its rows and the images that they show. An episode passes with a reward of ``solved`` or more.
     """
 
     def __init__(
         self,
         queue: SyncQueueClient,
         every: int,
-        record: Callable[[FinishedEvaluation, list[Trajectory]], None],
+        record: Callable[[FinishedEvaluation, list[Trajectory], Mapping[str, bytes]], None],
         clock: Callable[[], float] = time.monotonic,
         solved: float = 1.0,
     ) -> None:
@@ -140,6 +140,7 @@ class Evaluator:
             return None
         try:
             rows = self._queue.fetch([header.key for header in reply.headers])
+            media = self._queue.fetch_media(rows)
         except RowsLost as error:
             log.warning("evaluation of version %d: %s", self._running, error)
             return None
@@ -161,7 +162,7 @@ class Evaluator:
             roles=mean_role_rewards(headers),
             sources=summarize_with_total(answers, self._solved),
         )
-        self._record(result, rows)
+        self._record(result, rows, media)
         log.info("evaluation of version %d: reward %.3f over %d trajectories", step, result.reward, len(episodes))
         if result.failed:
             log.warning("evaluation of version %d: %d episodes failed, and count as 0", step, result.failed)

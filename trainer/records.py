@@ -253,11 +253,11 @@ class Recorder:
         lines = [RefusedRow(self._lineage, step, *key, digest, self._rank) for key, digest in tokens_hash.items()]
         _append(self._folder / "refused.jsonl", self._lineage, lines)
 
-    def evaluated(self, result: FinishedEvaluation, rows: list[Trajectory]) -> None:
-        """Record the trajectories of an evaluation beside the trained ones, then its result as one line."""
+    def evaluated(self, result: FinishedEvaluation, rows: list[Trajectory], media: Mapping[str, bytes]) -> None:
+        """Record the trajectories of an evaluation beside the trained ones, with their images, then its result."""
 
         def write() -> None:
-            write_trajectories(evaluation_file(self._folder, result.step), rows)
+            write_trajectories(evaluation_file(self._folder, result.step), rows, media=media)
             append_evaluation(self._folder / "evaluations.jsonl", self._lineage, result.metrics())
 
         self._submit(write)

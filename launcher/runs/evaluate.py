@@ -136,6 +136,8 @@ class Outcome:
         self._samples, self._console = samples, console
         self.result = Reserved(step=EVAL_ID, headers=[])
         self.rows: Sequence[Trajectory] = []
+        # The images that the rows show, by SHA-256.
+        self.media: Mapping[str, bytes] = {}
         self.whole = False
         self.unread = ""
         self.kept: list[Path] = []
@@ -154,7 +156,7 @@ class Outcome:
 
     def record(self, folder: Path) -> None:
         """Write the rows into the run folder."""
-        self._keep(evaluation_file(folder, EVAL_ID, whole=self.whole), write_trajectories)
+        self._keep(evaluation_file(folder, EVAL_ID, whole=self.whole), partial(write_trajectories, media=self.media))
 
     def tell(self, solved: float, jsonl: Path | None) -> None:
         """Print the results, write the rows to ``jsonl``, and report an early end."""
@@ -242,6 +244,7 @@ class EvaluationRun:
 
     async def _fetch(self, result: Reserved) -> None:
         rows = await self._queue.fetch([header.key for header in result.headers])
+        self.outcome.media = await self._queue.fetch_media(rows)
         failed = failed_rows(result, rows)
         self.outcome.rows = [*rows, *failed]
         headers = [*result.headers, *(row.header() for row in failed)]

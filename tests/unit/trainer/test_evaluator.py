@@ -1,6 +1,6 @@
 """Evaluations are named by the version that was sampled, and every result is returned and recorded once."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import pytest
@@ -12,6 +12,8 @@ from rl_async.trainer.evaluator import Evaluator, FinishedEvaluation
 from tests.conftest import make_rows
 
 ROWS = [msgspec.structs.replace(row, reward=0.5) for row in make_rows(0)[:2]]
+
+IMAGES = {"ab": b"image"}
 
 
 class Queue:
@@ -41,6 +43,9 @@ class Queue:
         versions = [VersionRun(Version(0, step), i, i + 1) for i, step in enumerate(self.steps or self.asked[-1:])]
         return [msgspec.structs.replace(row, versions=versions, reward=row.reward) for row in self.rows()]
 
+    def fetch_media(self, rows: Sequence[Trajectory]) -> dict[str, bytes]:
+        return IMAGES
+
 
 class Branching(Queue):
     """Its first episode has three rows."""
@@ -56,7 +61,8 @@ class Recorder:
     def __init__(self) -> None:
         self.results: list[FinishedEvaluation] = []
 
-    def __call__(self, result: FinishedEvaluation, rows: list[Trajectory]) -> None:
+    def __call__(self, result: FinishedEvaluation, rows: list[Trajectory], media: Mapping[str, bytes]) -> None:
+        assert media is IMAGES
         assert len({row.episode_id for row in rows}) == result.trajectories
         self.results.append(result)
 
@@ -133,7 +139,7 @@ class Mixed(Queue):
 
 def test_each_source_is_recorded_with_its_estimates_and_their_intervals() -> None:
     results: list[FinishedEvaluation] = []
-    (result,) = Evaluator(Mixed(done=True), 0, lambda found, _: results.append(found), solved=0.5).finish(3, 1.0)
+    (result,) = Evaluator(Mixed(done=True), 0, lambda found, *_: results.append(found), solved=0.5).finish(3, 1.0)
     assert results == [result]
     metrics = result.metrics()
     expected = {  # of tasks [1, 0] and [1, 1], and of [0.5, 0]
@@ -192,7 +198,7 @@ def test_episodes_that_fail_for_good_count_as_zero(failed: frozenset[tuple[int, 
     queue = Failing(done=True)
     queue.failed = failed
     recorded: list[Trajectory] = []
-    (result,) = Evaluator(queue, 0, lambda _, rows: recorded.extend(rows)).finish(3, 1.0)
+    (result,) = Evaluator(queue, 0, lambda _, rows, __: recorded.extend(rows)).finish(3, 1.0)
     metrics = result.metrics()
     names = ("reward", "trajectories", "failed", "math/avg", "math/pass@1", "math/samples", "math/tasks")
     assert [metrics[f"eval/{name}"] for name in names] == [reward, 16, len(failed), reward, reward, 4, 4]

@@ -16,7 +16,7 @@ from rl_async import codec
 from rl_async.configs.schema.algorithm import RULES
 from rl_async.errors import UserError
 from rl_async.messages import Media, Trajectory
-from rl_async.recording import read_trajectories, trained_file, write_trajectories
+from rl_async.recording import read_images, read_trajectories, trained_file, write_trajectories
 from rl_async.trainer import records as module
 from rl_async.trainer.algorithms.correction import Corrected
 from rl_async.trainer.algorithms.rows import Rows
@@ -328,11 +328,12 @@ def test_an_error_of_the_thread_is_logged_and_raised_by_the_next_call(
 def test_an_evaluation_is_recorded_with_its_rows(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, 2, 0, is_recorder=True)
     rows = make_rows(0, groups=1, samples=2)
-    recorder.evaluated(FinishedEvaluation(step=4, newest_step=4, reward=0.5, trajectories=2, roles={"a": 1.0}), rows)
+    result = FinishedEvaluation(step=4, newest_step=4, reward=0.5, trajectories=2, roles={"a": 1.0})
+    recorder.evaluated(result, rows, {"ab": b"image"})
     recorder.flush()
-    assert [row.key for row in read_trajectories(tmp_path / "trajectories" / "eval-000004.jsonl.gz")] == [
-        row.key for row in rows
-    ]
+    file = tmp_path / "trajectories" / "eval-000004.jsonl.gz"
+    assert [row.key for row in read_trajectories(file)] == [row.key for row in rows]
+    assert read_images(file, ["ab", "cd"]) == {"ab": b"image"}
     (line,) = (tmp_path / "evaluations.jsonl").read_text().splitlines()
     assert json.loads(line)["lineage"] == 2 and json.loads(line)["eval/reward"] == 0.5
     assert json.loads(line)["eval/reward/a"] == 1.0

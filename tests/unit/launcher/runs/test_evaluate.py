@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from rl_async.launcher.runs.evaluate import (
 )
 from rl_async.messages import Done, Leased, NotReady, Reserved, RowKey, Task, Trajectory, TrajectoryHeader, Turn
 from rl_async.process.http_auth import make_tokens
-from rl_async.recording import evaluation_file, read_trajectories, write_trajectories
+from rl_async.recording import evaluation_file, read_images, read_trajectories, write_trajectories
 from rl_async.rollout_server.api import GenerateRequest
 from tests.conftest import make_rows
 from tests.support.ports import free_port
@@ -172,6 +172,9 @@ class Queue:
     async def fetch(self, keys: Sequence[RowKey]) -> list[Trajectory]:
         return [row for row in self.rows if row.header().key in keys]
 
+    async def fetch_media(self, rows: Sequence[Trajectory]) -> dict[str, bytes]:
+        return {"ab": b"image"}
+
 
 class Held:
     """An evaluation by ``queue``, and what is printed and kept of it. ``whole`` files have another name than others."""
@@ -208,6 +211,7 @@ async def test_an_evaluation_may_take_longer_than_its_deadline_as_long_as_tasks_
     await held.run.run()
     said = held.tell()
     assert held.kept() == (10, 10, 0) and has_table(said) and "10 of 10" not in said[-1]
+    assert read_images(evaluation_file(tmp_path, EVAL_ID), ["ab"]) == {"ab": b"image"}
     assert held.outcome.whole and held.outcome.exit_code == 0
 
 
@@ -265,10 +269,10 @@ async def test_a_signal_while_the_episodes_are_written_leaves_them_whole(
 ) -> None:
     loop, written = asyncio.get_running_loop(), []
 
-    def write(path: Path, rows: Sequence[Trajectory]) -> None:
+    def write(path: Path, rows: Sequence[Trajectory], media: Mapping[str, bytes]) -> None:
         loop.call_soon_threadsafe(running.cancel)
         time.sleep(0.05)  # so that a loop that is not kept waiting comes to it
-        write_trajectories(path, rows)
+        write_trajectories(path, rows, media=media)
         written.append(path)
 
     monkeypatch.setattr(module, "write_trajectories", write)
