@@ -167,7 +167,9 @@ def _prompt(config: RunConfig, task: Task) -> Iterator[tuple[str, str]]:
     text = tokenizer.decode(token_ids)
     cut = f"\n... {len(text) - SHOWN} more characters" if len(text) > SHOWN else ""
     tools = ", and tools of the environment or of MCP servers" if config.agent.environment or config.agent.mcp else ""
-    yield "prompt", f"{len(token_ids)} tokens{tools}:\n{text[:SHOWN]}{cut}"
+    whole, images = chat.expand(token_ids, task.prompt)
+    shown = f", {len(whole) - len(token_ids) + len(images)} of them of images" if images else ""
+    yield "prompt", f"{len(whole)} tokens{shown}{tools}:\n{text[:SHOWN]}{cut}"
     yield "answers end", f"at {', '.join(map(tokenizer.decode, chat.stop_token_ids))}"
 
 

@@ -4,12 +4,16 @@ import json
 import shutil
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from rl_async.agent_loop.tiny_tokenizer import VISION_TEMPLATE
 from rl_async.configs.load import load_config
 from rl_async.errors import ConfigError, RlAsyncError
 from rl_async.launcher.cli.__main__ import main
 from rl_async.launcher.runs.rehearsal import rehearse, rehearse_here
+from tests.support.vision_models import drawing, save_vision_model
 
 MINE = """
 import torch
@@ -96,6 +100,19 @@ def test_a_dry_run_shows_the_first_prompt_and_the_rows(
     assert labels[:3] == ["model", "algorithm", "step"] and {"data", "prompt", "answers", "reward"} <= set(labels)
     assert "data        3 rows" in shown
     assert "answers end at w1" in shown
+
+
+def test_the_tokens_of_images_in_the_first_prompt_are_counted(tmp_path: Path) -> None:
+    save_vision_model("qwen2_5_vl", tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(VISION_TEMPLATE)
+    image = {"bytes": drawing(0, 32, 32), "path": None}
+    row = {"prompt": "see <image><image>", "images": [image, image], "reward_model": {"ground_truth": "7"}}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    own = [f"data.path={tmp_path / 'rows.parquet'}", "data.make=null", "data.eval_path=null", "eval.every=0"]
+    own += [f"model.path={tmp_path / 'model'}", "warm_start=null", "agent.tools=[]"]
+    lines = dict(rehearse_here(load_config("vision", own), whole=True).lines)
+    # Of 4 x 4 patches, a token for 2 x 2 of them.
+    assert ", 8 of them of images:" in lines["prompt"]
 
 
 def test_a_row_that_the_queue_would_refuse_is_named(tmp_path: Path) -> None:
