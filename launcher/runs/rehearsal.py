@@ -203,7 +203,9 @@ async def _try_rewards(config: RunConfig, task: Task, whole: bool, findings: Fin
     from rl_async.reward_loop.scorers.scorer_registry import SERVED
     from rl_async.reward_loop.service import RewardService
 
-    terms = [term for term in config.reward.functions if term.name not in SERVED] if whole else [*_own_terms(config)]
+    # An environment's reward belongs to an episode that was played.
+    untried = {*SERVED, "environment"}
+    terms = [term for term in config.reward.functions if term.name not in untried] if whole else [*_own_terms(config)]
     for term in terms:
         alone = msgspec.structs.replace(config.reward, functions=(term,), model=None, judge=None)
         given = {"the ground truth": task.ground_truth, "an empty answer": ""}
