@@ -7,7 +7,7 @@
 Advantage estimators run with the ``ppo`` loss, losses with ``grpo`` advantages. A run that was interrupted is
 continued, and one that has ended is audited and not run again. The table has a row per method; its cells are the mean
 sampled reward of the first and of the last five steps, of each seed, and ``learns`` counts the runs that rise by more
-than ``--margin``.
+than ``--margin``, of those that ended.
 """
 
 import argparse
@@ -71,8 +71,10 @@ def run(task: str, kind: str, name: str, seed: int, arguments: argparse.Namespac
         return None
     try:
         return train(task, "disaggregated", run_name, arguments.runs, options).rewards
-    # It is a row all the same: a method may diverge, which ends its run.
     except subprocess.CalledProcessError as error:
+        # A method may diverge, which ends its run; an audit that fails is an error of the program.
+        if "audit" in error.cmd:
+            raise
         print(error, flush=True)
         return None
 
@@ -83,11 +85,7 @@ def cells(rewards: Mapping[int, list[float] | None], margin: float) -> list[str]
     ends = [(sum(each[:5]) / len(each[:5]), sum(each[-5:]) / len(each[-5:])) for each in ended]
     first, last = (", ".join(f"{end[place]:.2f}" for end in ends) for place in (0, 1))
     learns = sum(after - before > margin for before, after in ends)
-    return [
-        first,
-        last,
-        f"{learns} of {len(rewards)}" if len(ended) == len(rewards) else f"{learns} of {len(ended)} that ended",
-    ]
+    return [first, last, f"{learns} of {len(ended)}"]
 
 
 def main() -> None:
@@ -109,6 +107,8 @@ def main() -> None:
             cells({seed: run(task, kind, name, seed, arguments) for seed in arguments.seeds}, arguments.margin)
             for task in arguments.tasks
         ]
+        if arguments.ended and not any(of_task[0] for of_task in of_tasks):
+            continue
         given = " ".join(NEEDS.get((kind, name), []))
         rows.append([kind, name, *(cell for of_task in of_tasks for cell in of_task), given])
     columns = [f"{task}: {column}" for task in arguments.tasks for column in ("first", "last", "learns")]

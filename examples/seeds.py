@@ -2,6 +2,7 @@
 
     python examples/seeds.py code                                  # three seeds of the preset
     python examples/seeds.py order examples/mcp_shop.yaml --seeds 1 2 --mode colocated queue.max_staleness=0
+    python examples/seeds.py examples/recipes/search/config.yaml --plot search.svg
 
 Runs one after another by ``rl-async launch``. A run that was interrupted is continued, and one that has ended is not
 run again: delete its folder to repeat it. A run of another mode or other overrides is not taken for this one.
@@ -71,22 +72,47 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         print("|", " | ".join(cells), "|")
 
 
+def plot(curves: Sequence[tuple[str, Sequence[float]]], path: Path) -> None:
+    """Plot labelled rewards over trainer steps; those with the same label have one colour. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(5, 3))
+    labels = list(dict.fromkeys(label for label, _ in curves))
+    for number, (label, rewards) in enumerate(curves):
+        first = label not in [before for before, _ in curves[:number]]
+        steps = range(1, len(rewards) + 1)
+        axes.plot(steps, rewards, color=f"C{labels.index(label)}", label=label if first else None, linewidth=1)
+    axes.set(xlabel="trainer step", ylabel="mean sampled reward")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="+", metavar="CONFIG | a.b=c", help="presets, config files, and overrides")
     parser.add_argument("--mode", choices=["disaggregated", "colocated"], default="disaggregated")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--runs", type=Path, default=Path("runs"))
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rewards over steps, too")
     arguments = parser.parse_intermixed_args()
     configs = [word for word in arguments.words if "=" not in word]
     overrides = [word for word in arguments.words if "=" in word]
-    rows = []
+    rows, curves = [], []
     for config in configs:
+        # The configs of recipes are named after their folders.
+        task = Path(config).parent.name if Path(config).name == "config.yaml" else Path(config).stem
         for seed in arguments.seeds:
-            name = f"seeds-{Path(config).stem}-{seed}"
+            name = f"seeds-{task}-{seed}"
             records = train(config, arguments.mode, name, arguments.runs, [f"seed={seed}", *overrides])
-            rows.append([Path(config).stem, str(seed), *records.cells])
+            rows.append([task, str(seed), *records.cells])
+            curves.append((task, records.rewards))
     print_table(["task", "seed", *COLUMNS], rows)
+    if arguments.plot:
+        plot(curves, arguments.plot)
 
 
 if __name__ == "__main__":
