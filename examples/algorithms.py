@@ -18,6 +18,7 @@ from pathlib import Path
 from seeds import print_table, train
 
 from rl_async.configs.schema.formulas import ADVANTAGES, LOSSES
+from rl_async.launcher.run_folder import unfinished
 
 TASKS = ("calculator", "sort")
 # The preset's learning rate of 1e-3 suits losses that limit how far one step may go.
@@ -66,8 +67,8 @@ def run(task: str, kind: str, name: str, seed: int, arguments: argparse.Namespac
         *NEEDS.get((kind, name), []),
         *arguments.override,
     ]
-    metrics = arguments.runs / run_name / "metrics.jsonl"
-    if arguments.ended and not (metrics.exists() and metrics.read_text().count("\n") >= arguments.steps):
+    placed = [*options, f"launcher.run_dir={arguments.runs}"]
+    if arguments.ended and (not (arguments.runs / run_name).exists() or unfinished(task, placed, run_name)):
         return None
     try:
         return train(task, "disaggregated", run_name, arguments.runs, options).rewards

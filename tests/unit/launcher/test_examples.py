@@ -354,3 +354,33 @@ def test_the_real_seeds_are_trained_by_it(seeds: Any, tmp_path: Path) -> None:
     found = importlib.import_module("real_seeds").run("sums", "colocated", 1, arguments)
     assert said(tmp_path) == ["audit"]
     assert found.records.rewards == [0, 1]
+
+
+def tabulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *more: str) -> str:
+    """The last line that examples/algorithms.py prints about one estimator with two seeds."""
+    words = ["--tasks", "sort", "--advantages", "rloo", "--losses", "--seeds", "1", "2", "--steps", "2"]
+    monkeypatch.setattr(sys, "argv", ["algorithms.py", *words, "--runs", str(tmp_path), *more])
+    importlib.import_module("algorithms").main()
+    return capsys.readouterr().out.splitlines()[-1]
+
+
+def test_algorithms_are_tabulated_as_far_as_they_have_ended_and_then_continued(
+    seeds: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["algorithm.advantage=rloo", "trainer.steps=2", "trainer.schedule=constant", "eval.every=0"]
+    for seed, checkpoint in ((1, 2), (2, 1)):
+        folder = tmp_path / f"algorithms-sort-advantage-rloo-{seed}"
+        make_run(folder, checkpoint=checkpoint, steps=[0, 1], config="sort", options=[*options, f"seed={seed}"])
+    ended = tabulated(tmp_path, monkeypatch, capsys, "--ended")
+    assert ended.split(" | ")[1:5] == ["rloo", "0.50", "0.50", "0 of 1"]
+    assert said(tmp_path) == ["audit"]
+    continued = tabulated(tmp_path, monkeypatch, capsys)
+    assert continued.split(" | ")[1:5] == ["rloo", "0.50, 0.50", "0.50, 0.50", "0 of 2"]
+    assert said(tmp_path) == ["audit", "launch", "audit"]
+
+
+def test_a_method_learns_where_its_reward_rises_by_more_than_the_margin(seeds: Any) -> None:
+    cells = importlib.import_module("algorithms").cells
+    rising, flat = [0.0] * 5 + [0.5] * 5, [0.2] * 10
+    assert cells({1: rising, 2: None, 3: flat}, 0.1) == ["0.00, 0.20", "0.50, 0.20", "1 of 2"]
+    assert cells({1: rising}, 0.5) == ["0.00", "0.50", "0 of 1"]
