@@ -280,6 +280,8 @@ SGLANG = EngineTraits(
         "--skip-tokenizer-init": "",
         # The server's requests to itself would lack the token.
         "--skip-server-warmup": "",
+        # Otherwise each event of a stream would repeat the whole answer.
+        "--incremental-streaming-output": "",
     },
     refused_flags=(
         *("--model", "--api-key", "--admin-api-key", "--config", "--grpc-mode", "--smg-grpc-mode", "--ssl-certfile"),

@@ -7,6 +7,7 @@ and states are those of ``sglang/srt/entrypoints/http_server.py`` and ``sglang/s
 
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from typing import ClassVar
 
 import msgspec
@@ -15,6 +16,7 @@ from rl_async.accelerators import accelerator_here
 from rl_async.errors import EngineLost, EngineRejected, SchemaRejected
 from rl_async.messages import Version
 from rl_async.rollout_server.api import (
+    EMPTY,
     EngineLoad,
     FinishReason,
     GenerateRequest,
@@ -22,6 +24,7 @@ from rl_async.rollout_server.api import (
     IncomingAnswer,
     PauseMode,
     ReadVersion,
+    join,
     parse_version,
 )
 from rl_async.rollout_server.http import EngineHttp
@@ -49,6 +52,8 @@ class SamplingBody(msgspec.Struct):
     # The answer includes the stop token.
     no_stop_trim: bool = True
     n: int = 1
+    # The first token is sent at once, then as many at a time.
+    stream_interval: int = 64
 
 
 class SampleBody(msgspec.Struct):
@@ -60,7 +65,7 @@ class SampleBody(msgspec.Struct):
     return_logprob: bool = True
     # Log-probabilities of sampled tokens only.
     logprob_start_len: int = -1
-    stream: bool = False
+    stream: bool = True
 
 
 class GroupBody(msgspec.Struct):
@@ -156,19 +161,30 @@ class Aborted(msgspec.Struct, tag_field="type", tag="abort"):
 
 
 class MetaInfo(msgspec.Struct):
-    """Finish reason, log-probabilities and weight versions of the sampled tokens."""
+    """Log-probabilities of an event's tokens, the number of tokens so far, and the name of the weights in use when the
+    event was made. Only the last event has a finish reason, and the versions of all tokens."""
 
-    finish_reason: Stopped | Full | Aborted
+    completion_tokens: int
+    weight_version: str
+    finish_reason: Stopped | Full | Aborted | None = None
     # For each token its log-probability, id and text.
     output_token_logprobs: list[tuple[float, int, str | None]] | None = None
     weight_versions: list[WeightSpan] | None = None
 
 
-class SampleReply(msgspec.Struct):
-    """Reply of ``POST /generate``, with the sampled tokens only."""
+class StreamError(msgspec.Struct):
+    """Why a reply ends after its status 200 was sent, and the status that it would have had."""
 
-    output_ids: list[int]
-    meta_info: MetaInfo
+    message: str
+    code: int
+
+
+class SampleEvent(msgspec.Struct):
+    """One event of the reply of ``POST /generate``: the tokens sampled since the one before, or an error."""
+
+    output_ids: list[int] = []
+    meta_info: MetaInfo | None = None
+    error: StreamError | None = None
 
 
 class QueueCounts(msgspec.Struct):
@@ -231,7 +247,21 @@ class SglangEngine:
         self._asleep: set[str] = set()
 
     async def generate(self, request: GenerateRequest, *, session: str = "") -> GenerateResult:
-        """Sample once. Raises EngineLost also if the engine's weights are older than ``request.min_version``.
+        """Sample once, and join the parts of ``stream``."""
+        done = EMPTY
+        async for part in self.stream(request, session=session):
+            done = join(done, part)
+        return done
+
+    async def stream(self, request: GenerateRequest, *, session: str = "") -> AsyncGenerator[GenerateResult, None]:
+        """Sample, and yield parts as they arrive, as far as their versions are certain; the last has the finish reason.
+
+        SGLang reports the versions of all tokens at the end, and with every event the version of that moment. Several
+        tokens in one event may be older than its version, so only those between two events of one version have it for
+        sure. Tokens after an update of the weights are held back until the end, which must confirm those yielded.
+
+        Raises EngineLost also if the engine's weights are older than ``request.min_version``, EngineRejected also for
+        a server without --incremental-streaming-output, whose every event repeats all tokens.
 
         Raises EngineRejected for truncating samplers, since SGLang reports log-probabilities before the truncation, and
         SchemaRejected for JSON schemas, since it is started without the tokenizer that they need. Prompts with images
@@ -255,14 +285,11 @@ class SglangEngine:
         rid = f"{request.request_id};{uuid.uuid4().hex}"
         self._running[request.request_id] = rid
         try:
-            raw = b"".join([data async for data in self._http.stream(GENERATE, _body(rid, request))])
+            async with aclosing(self._parts(rid, request)) as parts:
+                async for part in parts:
+                    yield part
         finally:
             self._running.pop(request.request_id, None)
-        return self._result(request, self._http.decode(raw, SampleReply))
-
-    async def stream(self, request: GenerateRequest, *, session: str = "") -> AsyncGenerator[GenerateResult, None]:
-        """Do as ``generate``, in a single part, since SGLang only reports weight versions at the end."""
-        yield await self.generate(request, session=session)
 
     async def abort(self, request_id: str | None = None) -> None:
         """Abort one request that this client has in flight, or all of the engine's."""
@@ -416,19 +443,49 @@ class SglangEngine:
             raise EngineRejected(f"{self.url}{path}: {reply.message}")
         return raw
 
-    def _result(self, request: GenerateRequest, reply: SampleReply) -> GenerateResult:
-        meta = reply.meta_info
-        if isinstance(meta.finish_reason, Aborted) and meta.finish_reason.status_code is not None:
-            rejected = 400 <= meta.finish_reason.status_code < 500
-            kind = EngineRejected if rejected else EngineLost
-            raise kind(f"{self.url} aborted with {meta.finish_reason.status_code}: {meta.finish_reason.message}")
-        sampled = meta.output_token_logprobs or []
-        if [token for _, token, _ in sampled] != reply.output_ids:
-            raise EngineRejected(f"{self.url} answered without one log-probability per sampled token")
+    async def _parts(self, rid: str, request: GenerateRequest) -> AsyncGenerator[GenerateResult, None]:
         incoming = IncomingAnswer(self.url, request, self._read_version)
-        incoming.add(reply.output_ids, [logprob for logprob, _, _ in sampled])
-        spans = [span for span in meta.weight_versions or [] if span.end > span.start]
-        return incoming.part(spans, meta.finish_reason.name)
+        # Tokens received, and tokens yielded, all of which the weights of this name sampled.
+        received, yielded, version = 0, 0, ""
+        async for event in self._events(_body(rid, request)):
+            if event.error is not None:
+                raise self._http.error_for(GENERATE, event.error.code, event.error.message)
+            if event.meta_info is None:
+                raise EngineLost(f"{self.url} answered with tokens and nothing about them")
+            meta, end = event.meta_info, event.meta_info.finish_reason
+            if isinstance(end, Aborted) and end.status_code is not None:
+                kind = EngineRejected if 400 <= end.status_code < 500 else EngineLost
+                raise kind(f"{self.url} aborted with {end.status_code}: {end.message}")
+            # The event of a request that is aborted while it waits repeats the last token, and all log-probabilities.
+            tokens = event.output_ids[: meta.completion_tokens - received]
+            if len(tokens) < len(event.output_ids) and not isinstance(end, Aborted):
+                raise EngineRejected(f"{self.url} repeats tokens; start it with --incremental-streaming-output")
+            sampled = (meta.output_token_logprobs or [])[: len(tokens)]
+            if [token for _, token, _ in sampled] != tokens:
+                raise EngineRejected(f"{self.url} answered without one log-probability per sampled token")
+            incoming.add(tokens, [logprob for logprob, _, _ in sampled])
+            certain = yielded == received and (meta.weight_version == version or received + len(tokens) == 1)
+            received += len(tokens)
+            if end is not None:
+                spans = [span for span in meta.weight_versions or [] if span.end > span.start]
+                if yielded and not (spans and spans[0].version == version and spans[0].end >= yielded):
+                    raise EngineLost(f"{self.url} named {version} for {yielded} tokens, and others at the end")
+                yield incoming.part(spans, end.name)
+                return
+            if certain and tokens:
+                yielded, version = received, meta.weight_version
+                yield incoming.part([WeightSpan(version, 0, received)], "abort")
+        raise EngineLost(f"{self.url} ended its answer without a finish reason")
+
+    async def _events(self, body: SampleBody) -> AsyncGenerator[SampleEvent, None]:
+        rest = b""
+        async for data in self._http.stream(GENERATE, body):
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                # The other lines are empty, or mark the end.
+                if not line.startswith(b"data: {"):
+                    continue
+                yield self._http.decode(line.removeprefix(b"data: "), SampleEvent)
 
 
 def _body(rid: str, request: GenerateRequest) -> SampleBody:

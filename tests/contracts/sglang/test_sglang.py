@@ -30,7 +30,7 @@ from rl_async.rollout_server.api import EngineLoad, GenerateRequest
 from rl_async.rollout_server.sglang.__main__ import UNWANTED, VARIABLES
 from rl_async.rollout_server.sglang.client import SglangEngine
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
-from tests.contracts.sglang.wheel import field_names, load, refusal, routes, wheel_folder
+from tests.contracts.sglang.wheel import cut_out, field_names, load, refusal, routes, wheel_folder
 from tests.support.configs import float32_config
 from tests.support.ports import free_port
 
@@ -50,7 +50,8 @@ def folder() -> Path:
 
 
 def answer(folder: Path, tokens: list[int], reason: Any, changes: list[tuple[str, int]], now: str) -> Any:
-    """An answer to /generate as SGLang builds it. ``changes``: weights that were left behind after so many tokens."""
+    """An answer to /generate in one event, as SGLang builds it. ``changes``: weights that were left behind after so
+    many tokens."""
     types = load(folder, "sglang.api.v1.api_types")
     versions = load(folder, "sglang.srt.utils.weight_versions")
     events = [versions.WeightVersionEvent(old_version=name, num_output_tokens=end) for name, end in changes]
@@ -70,6 +71,33 @@ def answer(folder: Path, tokens: list[int], reason: Any, changes: list[tuple[str
     return types.GenerateResponse(output_ids=tokens, meta_info=meta).to_json_value()
 
 
+def streamed(folder: Path, sent: list[tuple[list[int], str]], changes: list[tuple[str, int]], queued: int) -> list[Any]:
+    """The events of an answer that reaches SGLang's server as ``sent``: tokens, and the version in use as they come.
+
+    The server's own functions cut the log-probabilities, and join the first ``queued`` of them, which the client was
+    too slow to take apart; ``changes`` are as in ``answer``.
+    """
+    manager = folder / "sglang/srt/managers/tokenizer_manager.py"
+    sliced = "_INCREMENTAL_STREAMING_META_INFO_KEYS"
+    names = {sliced: cut_out(manager, sliced)}
+    cut = cut_out(manager, "_slice_streaming_output_meta_info", **names)
+    coalesce = cut_out(manager, "_coalesce_streaming_chunks", **names)
+    versions, so_far, events = load(folder, "sglang.srt.utils.weight_versions"), list[int](), list[Any]()
+    for tokens, version in sent:
+        before = len(so_far)
+        so_far += tokens
+        meta: dict[str, Any] = {"finish_reason": None, "weight_version": version, "completion_tokens": len(so_far)}
+        meta["output_token_logprobs"] = [(-float(token), token, None) for token in so_far]
+        cut(meta, before)
+        events.append({"output_ids": list(tokens), "meta_info": meta})
+    last = events[-1]["meta_info"]
+    last["finish_reason"] = {"type": "stop", "matched": 9}
+    left = [versions.WeightVersionEvent(old_version=name, num_output_tokens=end) for name, end in changes]
+    spans = versions.compute_weight_version_spans(left, sent[-1][1], len(so_far))
+    versions.add_weight_versions_to_meta_info(last, spans, len(so_far))
+    return [coalesce(None, events[:queued], "r"), *events[queued:]]
+
+
 @asynccontextmanager
 async def sglang(
     folder: Path, generate: Callable[[], Any], seen: set[str] | None = None
@@ -86,7 +114,8 @@ async def sglang(
         "/generate": generate,
         "/model_info": lambda: {"weight_version": "0.3"},
         "/server_info": lambda: {"tp_size": 2, "pp_size": 1},
-        "/v1/loads": lambda: {"loads": [snapshot.to_dict({"core", "queues"})]},
+        # Each group of data-parallel attention has a scheduler.
+        "/v1/loads": lambda: {"loads": [snapshot.to_dict({"core", "queues"})] * 2},
         "/weights_checker": lambda: {"success": True, "message": "Success.", "ranks": builtins(ranks)},
     }
 
@@ -101,6 +130,11 @@ async def sglang(
         if why:
             return web.json_response({"error": why}, status=400)
         content = special.get(request.path, lambda: {"success": True, "message": "Success"})()
+        if request.path == "/generate":
+            lines = [
+                b"data: " + msgspec.json.encode(event) for event in (content if type(content) is list else [content])
+            ]
+            return web.Response(body=b"\n\n".join([*lines, b"data: [DONE]", b""]), content_type="text/event-stream")
         return web.json_response(content)
 
     app = web.Application()
@@ -130,7 +164,7 @@ async def test_every_request_has_a_route_and_a_body_that_sglang_takes(folder: Pa
         assert await client.version() == Version(0, 3)
         assert await client.checksums() == {"tp0:w": "a", "tp1:w": "b"}
         assert await client.workers() == 2
-        assert await client.load() == EngineLoad(running=3, waiting=2, cache_usage=0.5, preempted=1)
+        assert await client.load() == EngineLoad(running=6, waiting=4, cache_usage=0.5, preempted=2)
         await client.sleep(2)
         await client.wake(["weights"])
         await client.wake(["kv_cache"])
@@ -150,6 +184,25 @@ async def test_an_answer_with_two_versions_is_read(folder: Path) -> None:
         got = await client.generate(REQUEST)
     assert (got.token_ids, got.logprobs, got.finish_reason) == (TOKENS, [-4.0, -5.0, -9.0], "stop")
     assert got.versions == [VersionRun(Version(0, 2), 0, 1), VersionRun(Version(0, 3), 1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("sent", "changes", "queued", "parts"),
+    [
+        ([([4], "0.2"), ([5, 6], "0.2"), ([9], "0.2")], [], 1, [[4], [5, 6], [9]]),
+        ([([4], "0.2"), ([5], "0.2"), ([6], "0.3"), ([7, 9], "0.3")], [("0.2", 2)], 1, [[4], [5], [6, 7, 9]]),
+        ([([4], "0.2"), ([5], "0.3"), ([6], "0.3"), ([9], "0.3")], [("0.2", 1)], 2, [[4, 5, 6, 9]]),
+    ],
+)
+async def test_a_stream_is_cut_where_its_versions_are_uncertain(
+    folder: Path, sent: Any, changes: Any, queued: int, parts: list[list[int]]
+) -> None:
+    async with sglang(folder, lambda: streamed(folder, sent, changes, queued)) as client:
+        got = [part async for part in client.stream(msgspec.structs.replace(REQUEST, max_tokens=9))]
+    assert [part.token_ids for part in got] == parts
+    true = [version for tokens, version in sent for _ in tokens]
+    runs = [run for part in got for run in part.versions]
+    assert [str(run.version) for run in runs for _ in range(run.start, run.end)] == true
 
 
 async def test_finish_reasons_are_read(folder: Path) -> None:
@@ -207,6 +260,10 @@ def test_every_flag_and_variable_that_we_use_or_refuse_exists(folder: Path) -> N
         *SGLANG.fixed_flags,
         *SGLANG.refused_flags,
     }
+    # The page of SGLang says that these may be added.
+    allowed = {"--attn-dp-size", "--enable-fp32-lm-head"}
+    assert not any(SGLANG.refusal(flag) for flag in allowed)
+    flags |= allowed
     by_abbreviation = {"--tp", "--pp", "--dp"}
     not_a_field = {"--config"}
     assert {flag for flag in flags if flag[2:].replace("-", "_") not in known} == by_abbreviation | not_a_field

@@ -110,19 +110,21 @@ def _stub_runtime(folder: Path) -> None:
     utilities = sys.modules["sglang.srt.utils"]
     names = ("ImageData", "VideoData", "MultiprocessingSerializer", "dynamic_import", "get_available_gpu_memory")
     path = folder / "sglang/srt/utils/common.py"
-    utilities.__dict__.update(
-        dict.fromkeys(names, Any), init_custom_process_group=_cut_out(path, "init_custom_process_group")
-    )
-
-
-def _cut_out(path: Path, name: str) -> Any:
-    """One function of a file that cannot be imported, as it stands there."""
-    tree = ast.parse(path.read_text())
-    [function] = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split("."))
-    names: dict[str, Any] = {"torch_release": release}  # the only global that it uses
-    exec(compile(ast.Module([function], []), str(path), "exec"), names)
-    return names[name]
+    joins = cut_out(path, "init_custom_process_group", torch_release=release)
+    utilities.__dict__.update(dict.fromkeys(names, Any), init_custom_process_group=joins)
+
+
+def cut_out(path: Path, name: str, **uses: Any) -> Any:
+    """A function, a method, or the value of a name, of a file that cannot be imported. ``uses`` are its globals."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Assign) and name in [ast.unparse(target) for target in node.targets]:
+            return ast.literal_eval(node.value)
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            future = ast.ImportFrom("__future__", [ast.alias("annotations")], 0)
+            exec(compile(ast.fix_missing_locations(ast.Module([future, node], [])), str(path), "exec"), uses)
+            return uses[name]
+    raise AssertionError(f"{path} has no {name}")
 
 
 def _stub(name: str, **contents: Any) -> None:

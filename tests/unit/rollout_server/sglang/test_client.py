@@ -21,6 +21,8 @@ REQUEST = GenerateRequest(
 )
 SPANS = [{"version": "0.1", "start": 0, "end": 1}, {"version": "0.2", "start": 1, "end": 2}]
 META: dict[str, Any] = {
+    "completion_tokens": 2,
+    "weight_version": "0.2",
     "finish_reason": {"type": "stop", "matched": 9},
     "output_token_logprobs": [[-1.0, 5, None], [-2.0, 9, None]],
     "weight_versions": SPANS,
@@ -32,6 +34,25 @@ UPDATE = UpdateInfo(names=["w"], dtype_names=["float32"], shapes=[[2]], checksum
 DONE = {"success": True, "message": "Success"}
 
 
+def events(*answers: Any) -> web.Response:
+    """A stream as SGLang sends it."""
+    lines = [b"data: " + msgspec.json.encode(answer) + b"\n\n" for answer in answers]
+    return web.Response(body=b"".join([*lines, b"data: [DONE]\n\n"]), content_type="text/event-stream")
+
+
+def event(tokens: list[int], count: int, version: str, **meta: Any) -> dict[str, Any]:
+    """An event with these tokens, the last of ``count``, each with its own number below zero as log-probability."""
+    logprobs = [[-float(token), token, None] for token in tokens]
+    about = {"completion_tokens": count, "weight_version": version, "finish_reason": None}
+    return {"output_ids": tokens, "meta_info": about | {"output_token_logprobs": logprobs} | meta}
+
+
+def ending(*spans: tuple[str, int, int]) -> dict[str, Any]:
+    """What the last event has beside its tokens."""
+    named = [{"version": version, "start": start, "end": end} for version, start, end in spans]
+    return {"finish_reason": {"type": "length", "length": 9}, "weight_versions": named}
+
+
 @asynccontextmanager
 async def answering(handler: Callable[[str, Any], tuple[int, Any]]) -> AsyncIterator[SglangEngine]:
     """A client of a server that answers ``handler(path, body)``: a status and what becomes JSON."""
@@ -39,6 +60,8 @@ async def answering(handler: Callable[[str, Any], tuple[int, Any]]) -> AsyncIter
     async def handle(request: web.Request) -> web.Response:
         raw = await request.read()
         status, value = handler(request.path, msgspec.json.decode(raw) if raw else None)
+        if request.path == "/generate":
+            return events(*(value if isinstance(value, list) else [value]))
         return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json")
 
     app = web.Application()
@@ -60,6 +83,73 @@ async def test_tokens_logprobs_and_versions_are_taken_over() -> None:
     assert parts == [got]
 
 
+LONG = msgspec.structs.replace(REQUEST, max_tokens=9)
+
+
+@pytest.mark.parametrize(
+    ("answer", "parts"),
+    [
+        # All of one version: every part is certain.
+        (
+            [event([1], 1, "0.1"), event([2, 3], 3, "0.1"), event([4], 4, "0.1", **ending(("0.1", 0, 4)))],
+            [[1], [2, 3], [4]],
+        ),
+        # The update may have come after 2, so that 3 and what follows wait for the end.
+        (
+            [
+                *(event([1], 1, "0.1"), event([2, 3], 3, "0.2"), event([4], 4, "0.2")),
+                event([5], 5, "0.2", **ending(("0.1", 0, 2), ("0.2", 2, 5))),
+            ],
+            [[1], [2, 3, 4, 5]],
+        ),
+        # The first event may hold tokens from before an update, too.
+        ([event([1, 2], 2, "0.2"), event([3], 3, "0.2", **ending(("0.1", 0, 1), ("0.2", 1, 3)))], [[1, 2, 3]]),
+    ],
+)
+async def test_parts_arrive_as_far_as_their_versions_are_certain(answer: list[Any], parts: list[list[int]]) -> None:
+    async with answering(lambda path, body: (200, answer)) as client:
+        got = [part async for part in client.stream(LONG)]
+        whole = await client.generate(LONG)
+    assert [part.token_ids for part in got] == parts
+    assert [part.finish_reason for part in got] == ["abort"] * (len(parts) - 1) + ["length"]
+    spans = answer[-1]["meta_info"]["weight_versions"]
+    assert whole.token_ids == [token for part in parts for token in part]
+    assert whole.logprobs == [-float(token) for token in whole.token_ids]
+    assert [(str(run.version), run.start, run.end) for run in whole.versions] == [
+        (span["version"], span["start"], span["end"]) for span in spans
+    ]
+
+
+async def test_a_request_aborted_while_it_waits_has_its_last_token_once() -> None:
+    again = event([2], 2, "0.1", **ending(("0.1", 0, 2)))
+    again["meta_info"] |= {
+        "finish_reason": {"type": "abort"},
+        "output_token_logprobs": [[-1.0, 1, None], [-2.0, 2, None]],
+    }
+    async with answering(lambda path, body: (200, [event([1], 1, "0.1"), event([2], 2, "0.1"), again])) as client:
+        got = await client.generate(LONG)
+    assert (got.token_ids, got.logprobs, got.finish_reason) == ([1, 2], [-1.0, -2.0], "abort")
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "named"),
+    [
+        ([event([1], 1, "0.1"), event([1, 2], 2, "0.1")], EngineRejected, "--incremental-streaming-output"),
+        ([event([1], 1, "0.1"), event([2], 2, "0.1", **ending(("0.2", 0, 2)))], EngineLost, r"0\.1"),
+        ([event([1], 1, "0.1")], EngineLost, "finish reason"),
+        ([event([1], 1, "0.1"), {"error": {"message": "out of memory", "code": 500}}], EngineLost, "out of memory"),
+        ([{"error": {"message": "too long", "code": 400}}], EngineRejected, "too long"),
+        ([{"output_ids": [1]}], EngineLost, "nothing about them"),
+    ],
+)
+async def test_streams_that_cannot_be_trained_on_are_refused(
+    answer: list[Any], error: type[Exception], named: str
+) -> None:
+    async with answering(lambda path, body: (200, answer)) as client:
+        with pytest.raises(error, match=f"{client.url}.*{named}"):
+            await client.generate(LONG)
+
+
 async def test_nothing_is_left_to_the_servers_defaults_and_no_stop_token_to_ignore_eos() -> None:
     sent: list[Any] = []
 
@@ -78,6 +168,7 @@ async def test_nothing_is_left_to_the_servers_defaults_and_no_stop_token_to_igno
         "min_new_tokens": 0,
         "no_stop_trim": True,
         "n": 1,
+        "stream_interval": 64,
     }
     assert [body["sampling_params"] for body in sent] == [
         expected | {"stop_token_ids": [9], "ignore_eos": False},
@@ -136,7 +227,7 @@ async def test_one_request_is_aborted_by_the_id_that_it_runs_under() -> None:
         seen["running"] = (await request.json())["rid"]
         arrived.set()
         await aborted.wait()
-        return web.json_response({"output_ids": [5, 9], "meta_info": META})
+        return events({"output_ids": [5, 9], "meta_info": META})
 
     async def abort(request: web.Request) -> web.Response:
         seen["aborted"] = await request.json()
