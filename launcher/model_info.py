@@ -120,7 +120,7 @@ def _trainers(hf: Any, built: Any, problem: str) -> Facts:
     else:
         yield "trainer fsdp2", "yes, rows packed"
         if apart := why_not_shared(built, 1):
-            yield "  sharing", f"neither prefixes nor rows (trainer.sequence_parallel) are shared: {apart}"
+            yield "  sharing", f"trainer.sequence_parallel is refused: {apart}"
     unsupported = why_unsupported(hf)
     install = "" if has_megatron() else "; it is not installed here: pip install 'rl-async[megatron]'"
     yield "trainer megatron", f"{'yes' if unsupported is None else f'no: the model {unsupported}'}{install}"

@@ -479,6 +479,15 @@ def gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     return whole
 
 
+def exchanged(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Concatenate every rank's part [n, ...] to [N, ...]; the gradient is the sum of all ranks' for this rank's part.
+
+    It is for ranks that each go on to compute a different part of the result from all tokens.
+    """
+    whole = part.expand(group.size(), *part.shape)
+    return _swapped(whole, group).flatten(0, 1)
+
+
 def _swapped(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[S, ...]: x[r] goes to rank r, and result[r] came from it. It is its own transpose."""
     result: Tensor = _Swap.apply(x, group)

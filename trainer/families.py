@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_async.configs.schema.data import ATTENTION_KEY
-from rl_async.model_files import MIXERS, TEXT_ALONE
+from rl_async.model_files import TEXT_ALONE
 
 LAYERS = frozenset({"full_attention", "sliding_attention"})
 # These turn all rows of a batch by angles that the longest row decides, so packing would change results.
@@ -158,17 +158,9 @@ def why_not_shared(config: Any, size: int) -> str | None:
         return "ranks do not share rows of models that read images"
     if reason := why_padded(config):
         return f"its rows cannot be packed: {reason}"
-    if reason := carried(config):
-        return reason
     if config.num_attention_heads % size:
         return f"that many ranks do not divide its {config.num_attention_heads} attention heads"
     return None
-
-
-def carried(config: Any) -> str | None:
-    """What a model that can be packed carries from token to token besides keys and values, in words, or None."""
-    mixer = MIXERS.get(text_of(config).model_type)
-    return None if mixer is None else f"its layers ({mixer}) carry a state from token to token"
 
 
 def logit_form(config: Any) -> LogitForm:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -36,12 +37,11 @@ from rl_async.errors import DataError, UserError
 from rl_async.model_files import experts_of, mixers_of
 from rl_async.pictures import PictureProcessor
 from rl_async.torch_shared import bfloat16_products, output_logits, widened
-from rl_async.trainer.attention import NAME, Sharing, gathered
+from rl_async.trainer.attention import NAME, Sharing, exchanged, gathered
 from rl_async.trainer.backend import OutputName, Outputs, policy_outputs
 from rl_async.trainer.batch_layout import TowerCost
 from rl_async.trainer.families import (
     LogitForm,
-    carried,
     logit_form,
     reads_images,
     text_of,
@@ -49,7 +49,7 @@ from rl_async.trainer.families import (
     why_padded,
 )
 from rl_async.trainer.images import Images, embedded
-from rl_async.trainer.packing import Packed, PackedTree, RowCalls, Tensors
+from rl_async.trainer.packing import Packed, PackedTree, RowCalls, Tensors, TreeCalls
 from rl_async.trainer.pretrained import Pretrained, StoredWeights, skeleton
 
 log = logging.getLogger("rl_async.trainer")
@@ -523,36 +523,53 @@ def _add_product(total: Tensor, dz: Tensor, hidden: Tensor) -> None:
 # (``packing.Packed``) and are a view [sequences, length] of the row: one call of the layer serves each such group, as
 # one of attention does, and every sequence begins with an empty state. That is so on every device; kernels that know
 # borders need packages that Transformers finds itself.
+#
+# Over a tree of prefixes such a layer reads each row whole, since to copy a state at a branch would take code for each
+# of Transformers' classes; everything else is computed once. Ranks that share a row all read the whole of it and keep
+# the outputs of their tokens: each stores its part of what stands between layers, but the layer's own work is not
+# divided.
 
 
 def keep_rows_apart(lm: Any) -> None:
     """Let the modules that ``MIXERS`` names read the sequences of a packed row, a group of equal length at a time."""
     for mixer in mixers_of(lm):
-        mixer.forward = partial(_by_groups, mixer.forward)
+        mixer.forward = partial(_by_rows, mixer.forward)
 
 
 # A graph of torch.compile would have fixed groups.
 @torch.compiler.disable
-def _by_groups(
+def _by_rows(
     forward: Callable[..., Tensor],
     hidden_states: Tensor,
     attention_mask: Tensor | None = None,
     cache: Any = None,
     packed_row: RowCalls | None = None,
+    packed_tree: TreeCalls | None = None,
+    sharing_ranks: dist.ProcessGroup | None = None,
     **_: Any,
 ) -> Tensor:
-    """Call a layer for each group of a packed row [1, N, H]. Its result does not depend on other options.
+    """Call a layer for the sequences of a packed row [1, N, H], or of a tree of them, one length at a time. Its result
+    does not depend on other options. With ``sharing_ranks`` N are this rank's tokens, and so are those of the result.
 
     Raises ValueError for what is not a packed row, rather than compute it wrongly.
     """
-    if packed_row is None or attention_mask is not None or cache is not None:
+    if (packed_row is None) == (packed_tree is None) or attention_mask is not None or cache is not None:
         raise ValueError("a layer with a state needs packed rows, without a mask and a cache")
-    sizes = [length * sequences for length, sequences in packed_row.groups]
-    parts = (
-        forward(part.unflatten(0, (sequences, length))).flatten(0, 1)
-        for (length, sequences), part in zip(packed_row.groups, hidden_states[0].split(sizes), strict=True)
-    )
-    return torch.cat(list(parts))[None]
+    hidden = hidden_states[0]
+    if packed_tree is not None:
+        rows = [hidden.index_select(0, same.flatten()).unflatten(0, same.shape) for same in packed_tree.rows]
+    else:
+        assert packed_row is not None
+        hidden = hidden if sharing_ranks is None else exchanged(hidden, sharing_ranks)
+        sizes = [length * sequences for length, sequences in packed_row.groups]
+        shapes = [(sequences, length) for length, sequences in packed_row.groups]
+        rows = [part.unflatten(0, shape) for part, shape in zip(hidden.split(sizes), shapes, strict=True)]
+    out = torch.cat([forward(same).flatten(0, 1) for same in rows])
+    if packed_tree is not None:
+        out = out.index_select(0, packed_tree.first)
+    elif sharing_ranks is not None:
+        out = out.chunk(sharing_ranks.size())[sharing_ranks.rank()]
+    return out[None]
 
 
 # --- Kernels
@@ -562,8 +579,6 @@ def why_prefixes_apart(config: Any, device: str, options: TrainerConfig) -> str 
     """Why a model with this Hugging Face config computes shared prefixes once per row, or None."""
     if reason := why_padded(config):
         return f"its rows are not packed: {reason}"
-    if reason := carried(config):
-        return reason
     if options.sequence_parallel > 1:
         return "ranks that share rows (trainer.sequence_parallel) exchange whole ones"
     if device != "cpu":

@@ -392,12 +392,16 @@ class TreeCalls:
         own: For each length L the tokens of its S nodes, int64 [S * L].
         over: (start, stop, end) of each node whose tokens [start, stop) are seen by its descendants, [stop, end).
         paths: For nodes of one length and depth their tokens, int64 [S, L], and their paths from the root, [S, K].
+        rows: The paths from the root to the leaves, int64 [S, K] for those of one length; every token is on one.
+        first: For each token a place of it among the flattened ``rows``, int64 [N].
     """
 
     longest: int
     own: tuple[tuple[int, Tensor], ...]
     over: tuple[tuple[int, int, int], ...]
     paths: tuple[tuple[Tensor, Tensor], ...]
+    rows: tuple[Tensor, ...]
+    first: Tensor
 
 
 @dataclass(frozen=True)
@@ -482,9 +486,14 @@ def tree_calls(tree: PrefixTree, device: torch.device) -> TreeCalls:
     for node in tree.nodes:
         starts.setdefault(node.stop - node.start, []).append(node.start)
     paths: dict[tuple[int, int], list[Tensor]] = {}
-    for length, path in _paths(tree):
+    leaves: dict[int, list[Tensor]] = {}
+    for node, (length, path) in zip(tree.nodes, _paths(tree), strict=True):
         paths.setdefault((length, len(path)), []).append(path)
+        if node.end == node.stop:
+            leaves.setdefault(len(path), []).append(path)
     stacked = [(length, to_device(torch.stack(same), device)) for (length, _), same in sorted(paths.items())]
+    rows = [torch.stack(same) for _, same in sorted(leaves.items(), reverse=True)]
+    first = np.unique(torch.cat([same.flatten() for same in rows]).numpy(), return_index=True)[1]
     return TreeCalls(
         longest=int(tree.positions.max()) + 1,
         own=tuple(
@@ -493,6 +502,8 @@ def tree_calls(tree: PrefixTree, device: torch.device) -> TreeCalls:
         ),
         over=tuple((node.start, node.stop, node.end) for node in tree.nodes if node.end > node.stop),
         paths=tuple((same[:, -length:], same) for length, same in stacked),
+        rows=tuple(to_device(same, device) for same in rows),
+        first=to_device(torch.from_numpy(first), device),
     )
 
 

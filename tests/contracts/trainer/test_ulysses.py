@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from rl_async.model_files import MIXERS
 from rl_async.trainer.families import FAMILIES, why_not_shared
 from rl_async.trainer.packing import pack
 from tests.contracts.trainer.test_training import LAYERS, TERMS, train
@@ -26,7 +25,7 @@ from tests.unit.trainer.test_packing import padded
 
 THREE_KEYS = {"num_attention_heads": 6, "num_key_value_heads": 3}  # two ranks share out neither one nor the other
 MODELS = {
-    **{kind: (kind, {}) for kind in FAMILIES if kind not in MIXERS},
+    **{kind: (kind, {}) for kind in FAMILIES},
     "value of qwen3": ("qwen3", {}),
     "both of qwen3": ("qwen3", {}),
     "qwen3 of three heads of keys": ("qwen3", THREE_KEYS),
@@ -106,7 +105,6 @@ def test_every_token_is_one_ranks_and_has_its_position_and_target(lengths: list[
         ("qwen3", {}, 8, "4 attention heads"),
         ("stablelm", {}, 2, "cannot be packed"),
         ("idefics3", {}, 2, "read images"),
-        ("nemotron_h", {}, 2, "carry a state"),
     ],
 )
 def test_what_cannot_be_shared_is_told(kind: str, options: dict[str, object], ranks: int, reason: str) -> None:

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.router_replay import distance, perturbed, sampled
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import DataError, UserError
-from rl_async.model_files import MIXERS, experts_of
+from rl_async.model_files import experts_of
 from rl_async.trainer.algorithms.rows import Rows
 from rl_async.trainer.backend import OutputName, Outputs
 from rl_async.trainer.batches import MicroBatch
@@ -201,7 +201,7 @@ HEADS: dict[Head, frozenset[OutputName]] = {
 # The longest sums: of all tokens, in the gradients, of which there are more than logits.
 TERMS = int(shared_rows(VOCAB).lengths.sum())
 CASES: list[tuple[str, Head, bool]] = [
-    *((kind, "policy", kind in ("gemma2", "deepseek_v3")) for kind in sorted(FAMILIES.keys() - MIXERS.keys())),
+    *((kind, "policy", kind in ("gemma2", "deepseek_v3")) for kind in sorted(FAMILIES)),
     ("qwen3", "value", False),
     ("llama", "both", True),
 ]
@@ -280,7 +280,6 @@ def test_shared_prefixes_in_bfloat16_differ_by_its_rounding(tmp_path: Path) -> N
     ("kind", "options", "reason"),
     [
         ("stablelm", TrainerConfig(), "stablelm"),
-        ("lfm2", TrainerConfig(), "carry a state"),
         ("qwen3", TrainerConfig(), None),
     ],
 )
