@@ -1,5 +1,6 @@
 """Rules of the algorithm section and its critic: which choices cannot work together, and why."""
 
+import re
 from collections.abc import Callable
 
 from rl_async.configs.derived import samples_per_group
@@ -255,26 +256,38 @@ def _teacher(c: RunConfig) -> str | None:
     teacher = c.algorithm.teacher
     if teacher is None:
         return None
-    if (teacher.path is None) == (teacher.endpoint is None):
+    if not teacher.models:
         return (
-            "algorithm.teacher needs one of algorithm.teacher.path, a folder, and algorithm.teacher.endpoint, a server"
+            "algorithm.teacher needs algorithm.teacher.path, a folder, or algorithm.teacher.endpoint, a server, or "
+            "algorithm.teacher.hint, with which the policy teaches itself"
         )
+    for key, model in teacher.models.values():
+        itself = model is teacher and teacher.hint is not None
+        if model.path is not None and model.endpoint is not None:
+            return f"{key}.path and {key}.endpoint are two teachers of the same tasks; leave one of them out"
+        if model.path is None and model.endpoint is None and not itself:
+            return f"{key} needs {key}.path, a folder, or {key}.endpoint, a server"
     if teacher.beta != TeacherConfig().beta and teacher.divergence != "jsd":
         return f"algorithm.teacher.beta does nothing with algorithm.teacher.divergence={teacher.divergence}; use jsd"
-    if teacher.endpoint is not None:
-        if teacher.whole:
+    if teacher.top_k is not None and not teacher.whole:
+        return "algorithm.teacher.top_k does nothing with algorithm.teacher.divergence=sampled; use another divergence"
+    if teacher.hint is not None and not re.search(r"{(ground_truth|feedback)}", teacher.hint):
+        return "algorithm.teacher.hint tells every answer the same; use {ground_truth} or {feedback} in it"
+    for key in teacher.endpoints:
+        if teacher.whole and teacher.top_k is None:
             return (
-                f"algorithm.teacher.divergence={teacher.divergence} compares whole distributions, and a server only "
-                "gives log-probabilities of sampled tokens; use sampled, or algorithm.teacher.path"
+                f"algorithm.teacher.divergence={teacher.divergence} compares whole distributions, and {key} gives "
+                "log-probabilities of some tokens; set algorithm.teacher.top_k (at most the server's --max-logprobs), "
+                "or use sampled, or algorithm.teacher.path"
             )
         if c.rollout.temperature != 1:
             return (
-                f"algorithm.teacher.endpoint scores at temperature 1, not at rollout.temperature="
+                f"{key} scores at temperature 1, not at rollout.temperature="
                 f"{c.rollout.temperature:g}; use 1, or algorithm.teacher.path"
             )
         if c.trainer.sequence_parallel * c.trainer.tensor_parallel * c.trainer.pipeline_parallel > 1:
             return (
-                "algorithm.teacher.endpoint needs trainer ranks that have rows of their own; set "
+                f"{key} needs trainer ranks that have rows of their own; set "
                 "trainer.sequence_parallel, tensor_parallel and pipeline_parallel to 1, or use algorithm.teacher.path"
             )
     if not teacher.rewards:

@@ -148,7 +148,7 @@ def folders_of(config: RunConfig, plan: Plan, spec: ProcessSpec) -> list[tuple[s
         algorithm, critic = config.algorithm, config.critic
         paths = {
             "algorithm.kl.reference_path": algorithm.kl.reference_path,
-            "algorithm.teacher.path": algorithm.teacher.path if algorithm.teacher else None,
+            **(algorithm.teacher.paths if algorithm.teacher else {}),
             "critic.path": critic.path if critic else None,
         }
         needed += [(key, path) for key, path in paths.items() if path]

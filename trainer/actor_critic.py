@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from rl_async.configs.derived import compute_type, reference_is_base
-from rl_async.configs.schema.algorithm import CriticConfig
+from rl_async.configs.schema.algorithm import CriticConfig, TeacherConfig
 from rl_async.configs.schema.formulas import advantage_needs
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
@@ -38,7 +38,7 @@ from rl_async.trainer.batch_layout import RowCost, Shown, forward_flops
 from rl_async.trainer.batches import Batch, MicroBatch
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.ranks import DataParallel
-from rl_async.trainer.teacher import TeacherEndpoint, check_tokenizer
+from rl_async.trainer.teacher import Hints, TeacherEndpoint, Teachers, check_tokenizers
 
 log = logging.getLogger("rl_async.trainer")
 
@@ -50,9 +50,8 @@ class Models:
     policy: Backend
     reference: Reference | None = None
     critic: Backend | None = None
-    # On-policy distillation: the teacher, here or at a server.
-    teacher: Reference | None = None
-    endpoint: TeacherEndpoint | None = None
+    # On-policy distillation.
+    teachers: Teachers | None = None
     # Whether passes keep log-probabilities of the whole vocabulary, [rows, length, vocabulary] in a micro-batch.
     whole_distributions: bool = False
 
@@ -86,7 +85,8 @@ class Models:
             model.wake()
 
     def _all(self) -> list[Reference]:
-        return [model for model in (self.policy, self.reference, self.critic, self.teacher) if model is not None]
+        loaded = self.teachers.loaded if self.teachers is not None else []
+        return [model for model in (self.policy, self.reference, self.critic, *loaded) if model is not None]
 
 
 def build_models(config: RunConfig, device: str) -> Models:
@@ -101,22 +101,35 @@ def build_models(config: RunConfig, device: str) -> Models:
     if reference_is_base(config, experts=models.policy.replays_routers):
         # No other backend has adapters.
         assert isinstance(models.policy, Fsdp2Backend)
-        models = replace(models, reference=PolicyBase(models.policy))
+        models = replace(models, reference=PolicyView(models.policy, models.policy.forward_base))
     elif config.algorithm.uses_reference:
         reference: Backend = make(kl.reference_path or model.path, config=config.trainer, trains=False)
         models = replace(models, reference=reference)
-    if (taught_by := config.algorithm.teacher) is not None:
-        check_tokenizer(taught_by, model.path)
-        if taught_by.path is not None:
-            models = replace(models, teacher=make(taught_by.path, config=config.trainer, trains=False))
-        if taught_by.endpoint is not None:
-            models = replace(models, endpoint=TeacherEndpoint(taught_by.endpoint))
+    if config.algorithm.teacher is not None:
+        models = replace(models, teachers=load_teachers(config.algorithm.teacher, config, models.policy, make))
     models = replace(models, whole_distributions=config.algorithm.keeps_distributions)
     if critic is not None and not shared:
         training = critic_training(config.trainer, critic)
         head = "policy" if "process" in advantage_needs(config.algorithm.advantage) else "value"
         models = replace(models, critic=make(critic.path or model.path, config=training, head=head))
     return models
+
+
+def load_teachers(
+    taught_by: TeacherConfig, config: RunConfig, policy: Backend, make: Callable[..., Backend]
+) -> Teachers:
+    """Load the teachers that ``make`` can load, and compare the tokenizers of all with the policy's."""
+    check_tokenizers(taught_by.paths, taught_by.endpoints, config.model.path)
+    models = dict[str, Reference | TeacherEndpoint]()
+    for name, (key, model) in taught_by.models.items():
+        if model.endpoint is not None:
+            models[name] = TeacherEndpoint(model.endpoint, f"{key}.endpoint")
+        elif model.path is not None:
+            models[name] = make(model.path, config=config.trainer, trains=False)
+        else:
+            models[name] = PolicyView(policy, policy.forward)
+    hints = None if taught_by.hint is None else Hints(taught_by.hint, config.model.path)
+    return Teachers(models, hints, taught_by.top_k, all_rows=not taught_by.rewards)
 
 
 def build_policy(config: RunConfig, device: str) -> Backend:
@@ -145,11 +158,14 @@ def _maker(config: RunConfig, device: str) -> Callable[..., Backend]:
     return functools.partial(backend, dtype=compute_type(config.model), device=device)
 
 
-class PolicyBase:
-    """A reference for ``trainer.lora``: the policy without its adapters, which takes no memory of its own."""
+class PolicyView:
+    """A reference or teacher that takes no memory of its own: one of the policy's forward passes.
 
-    def __init__(self, policy: Fsdp2Backend) -> None:
-        self.forward, self.row_cost = policy.forward_base, policy.row_cost
+    The policy without its adapters is the reference for ``trainer.lora``; the whole one teaches itself with a hint.
+    """
+
+    def __init__(self, policy: Backend, forward: Callable[..., Outputs]) -> None:
+        self.forward, self.row_cost = forward, policy.row_cost
 
     def sleep(self) -> None:
         """Do nothing: the policy's own call covers its weights."""
@@ -363,10 +379,11 @@ def model_flops(
 
     The policy takes a forward pass in each epoch and, if it is trained, a backward pass; it takes one more forward pass
     if it ``recomputes`` log-probabilities before the epochs. A separate critic takes a forward pass before the epochs
-    and both passes in each. A reference and a teacher take one forward pass. Padding, and layers recomputed for the
-    backward pass, do not count (Chowdhery et al., arXiv:2204.02311, appendix B: MFU, not hardware utilisation); a
-    prompt computed once for several rows counts once. ``RowCost`` has the formulas of a row and of a vision tower, to
-    which the images ``shown`` go in every forward pass, and in backward passes unless it is frozen.
+    and both passes in each. A reference takes one forward pass, and so do teachers together, which divide the rows.
+    Padding, and layers recomputed for the backward pass, do not count (Chowdhery et al., arXiv:2204.02311, appendix B:
+    MFU, not hardware utilisation); a prompt computed once for several rows counts once. ``RowCost`` has the formulas of
+    a row and of a vision tower, to which the images ``shown`` go in every forward pass, and in backward passes unless it
+    is frozen.
     """
     shares = models.row_cost.shares_prefixes
 
@@ -379,8 +396,10 @@ def model_flops(
         return float(rows * (forward + BACKWARD * backward) + images)
 
     policy = passes(models.policy, epochs + recomputes, epochs if trains_policy else 0)
-    scoring = passes(models.reference, 1) + passes(models.teacher, 1)
-    return policy + passes(models.critic, 1 + epochs, epochs) + scoring
+    teachers = models.teachers.loaded if models.teachers is not None else []
+    # They divide the rows among themselves.
+    taught = sum(passes(teacher, 1) for teacher in teachers) / max(len(teachers), 1)
+    return policy + passes(models.critic, 1 + epochs, epochs) + passes(models.reference, 1) + taught
 
 
 def compute_rates(metrics: Mapping[str, float], ranks: int, device: str, dtype: str) -> dict[str, float]:

@@ -31,7 +31,7 @@ from rl_async.torch_shared import to_device
 from rl_async.trainer.algorithms.correction import grammar_weights
 from rl_async.trainer.algorithms.rows import Rows, on_tokens
 from rl_async.trainer.batch_layout import MiniBatch, RowCost, fresh_runs, layout
-from rl_async.trainer.packing import Tensors
+from rl_async.trainer.packing import Reading, Tensors
 from rl_async.trainer.ranks import DataParallel, StopRequest
 from rl_async.transfer_queue.client import SyncQueueClient
 
@@ -249,11 +249,15 @@ def agreed(headers: Sequence[TrajectoryHeader], *, intact: bool, fetched: bool) 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass of this rank: indexes of its rows in the batch, and their tensors on the device."""
+    """One forward pass of this rank: indexes of its rows in the batch, and their tensors on the device.
+
+    ``readings`` are what teachers read of it, by data source.
+    """
 
     rows: list[int]
     tensors: Tensors
     batch: Rows
+    readings: Mapping[str, Reading] = field(default_factory=dict)
     # What was cut before, by the identity of the whole tensor, which is kept so that no other gets the same.
     _cut: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
 

@@ -287,6 +287,30 @@ def row_calls(groups: tuple[tuple[int, int], ...], device: torch.device) -> RowC
 
 
 @dataclass(frozen=True)
+class Reading:
+    """Some rows of a micro-batch as one teacher reads them, perhaps behind a hint.
+
+    ``places`` are their places in the micro-batch, int64 [b], and ``shift``, int64 [b], says how much later their
+    tokens stand in the teacher's rows; both are on the host. Without rows, ``tensors`` are those of an empty pass.
+    """
+
+    tensors: Tensors
+    places: Tensor
+    shift: Tensor
+
+    def aligned(self, values: Tensor, width: int) -> Tensor:
+        """Return a teacher's values [b, T', ...] in the rows' own places, [b, width, ...].
+
+        Those of tokens in front of a hint, and behind a row, are meaningless.
+        """
+        values = values[: len(self.places)]
+        if values.shape[1] == width and not self.shift.any():
+            return values
+        columns = (torch.arange(width) + self.shift[:, None]).clamp(max=values.shape[1] - 1).to(values.device)
+        return values[torch.arange(len(columns), device=values.device)[:, None], columns]
+
+
+@dataclass(frozen=True)
 class Packed:
     """The N real tokens of a micro-batch in one row, longest sequence first; position n stands for the token after it.
 

@@ -35,6 +35,7 @@ from rl_async.trainer.images import lay_images
 from rl_async.trainer.packing import collate, empty_tensors
 from rl_async.trainer.ranks import DataParallel
 from rl_async.trainer.records import TokenOutcomes
+from rl_async.trainer.teacher import Answer, Teachers
 
 log = logging.getLogger("rl_async.trainer")
 # Called before each micro-batch with the pass, and how many of its micro-batches are done, of how many.
@@ -104,7 +105,7 @@ def update(
         sums=sums,
         kl_coef=kl_coef,
         reference=models.reference if algorithm.whole_reference else None,
-        teacher=models.teacher if algorithm.divergence is not None else None,
+        teachers=models.teachers if algorithm.divergence is not None else None,
     )
     outcomes = torch.tensor([h.reward for h in headers], dtype=torch.float64)
     critic = critic_update(ranks, inputs, config.critic, outcomes)
@@ -161,9 +162,10 @@ def micro_batch(
 
     Raises DataError if a row has ``media`` that the policy cannot read.
     """
-    device = models.policy.device
+    device, tensors = models.policy.device, empty_tensors(models.policy.device)
     if not rows:
-        return MicroBatch(rows, empty_tensors(device), whole.rows)
+        readings = {} if models.teachers is None else models.teachers.read([], tensors)
+        return MicroBatch(rows, tensors, whole.rows, readings)
     own = [payloads[i] for i in rows]
     tensors = collate(
         own,
@@ -175,7 +177,8 @@ def micro_batch(
     )
     if models.policy.replays_routers and tensors.experts is None:
         warn_unrecorded()
-    return MicroBatch(rows, tensors, whole.rows)
+    readings = {} if models.teachers is None else models.teachers.read(own, tensors)
+    return MicroBatch(rows, tensors, whole.rows, readings)
 
 
 @functools.cache
@@ -264,7 +267,8 @@ class Precomputed:
     ``proximal`` is log pi_old, or log mu when bypassed; ``values`` are the critic's, and ``process`` are
     log-probabilities by a process reward model in its place; ``sum_squares`` is the sum of
     pi_old^2 over the vocabulary, and ``entropy`` that of pi_old. ``reference`` and ``teacher`` are log-probabilities
-    by these models.
+    by these models, the latter infinite in rows without a teacher. ``told``, by the rows of this rank's micro-batches,
+    is what servers of teachers answered.
     """
 
     proximal: Tensor
@@ -274,6 +278,7 @@ class Precomputed:
     values: Tensor | None = None
     sum_squares: Tensor | None = None
     entropy: Tensor | None = None
+    told: Mapping[tuple[int, ...], Mapping[str, Answer]] = field(default_factory=dict)
 
 
 def precompute(
@@ -319,10 +324,14 @@ def precompute(
             found = replace(found, values=whole_batch([o.values for o in outputs]))
     if models.reference is not None and not algorithm.whole_reference:
         found = replace(found, reference=scored(models.reference, "log-probabilities of the reference"))
-    if models.endpoint is not None:
-        found = replace(found, teacher=whole_batch(models.endpoint.score([micro.tensors for micro in micros])))
-    if models.teacher is not None and algorithm.divergence is None:
-        found = replace(found, teacher=scored(models.teacher, "log-probabilities of the teacher"))
+    if (teachers := models.teachers) is not None:
+        told = {tuple(micro.rows): answers for micro, answers in zip(micros, teachers.ask(micros), strict=True)}
+        found = replace(found, told=told)
+        if algorithm.divergence is None:
+            passes = passed_by("log-probabilities of the teacher")
+            found = replace(
+                found, teacher=whole_batch([teachers.logprobs(micro, told[tuple(micro.rows)]) for micro in passes])
+            )
     if models.critic is not None and algorithm.process:
         found = replace(found, process=scored(models.critic, "log-probabilities of the process reward model"))
     elif models.critic is not None:
@@ -427,10 +436,11 @@ def taught_advantages(
     """
     if config is None or before.teacher is None:
         return advantages, {}
+    taught = whole.mask & (before.teacher != torch.inf)
     distance = (before.proximal - before.teacher).double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     distance = distance if whole.grammar_weights is None else distance * whole.grammar_weights
-    distance = torch.where(whole.mask, distance, 0.0)
-    mean = distance.sum().item() / max(int(whole.mask.sum()), 1)
+    distance = torch.where(taught, distance, 0.0)
+    mean = distance.sum().item() / max(int(taught.sum()), 1)
     return advantages - config.coef * distance, {"loss/kl_teacher": mean}
 
 
@@ -470,7 +480,7 @@ class Objective:
     """The policy's loss on any mini-batch of a step.
 
     ``advantages`` are float32 [M]. ``corrected`` is None if old log-probabilities are bypassed: then the loss corrects
-    by log pi_theta. A ``reference`` or ``teacher`` gives whole distributions during the loss, micro-batch by
+    by log pi_theta. A ``reference`` and ``teachers`` give whole distributions during the loss, micro-batch by
     micro-batch.
     """
 
@@ -483,7 +493,7 @@ class Objective:
     sums: LossSums
     kl_coef: float = 0.0
     reference: Reference | None = None
-    teacher: Reference | None = None
+    teachers: Teachers | None = None
 
     def minibatch(self, parts: Sequence[MicroBatch], rows: Sequence[int], width: int, seed: int) -> LossFn:
         """Make the loss of this rank's ``parts`` of the mini-batch ``rows`` (of all ranks).
@@ -558,12 +568,10 @@ class Objective:
                     kl = kl * micro.cut(whole.grammar_weights)
                 regularisation = regularisation + self.kl_coef * kl
             distance: Tensor | None = None
-            if self.teacher is not None and self.config.teacher is not None:
-                expected = self.teacher.forward(micro.tensors, frozenset({"distribution"})).distribution
-                assert (
-                    outputs.distribution is not None and expected is not None and self.algorithm.divergence is not None
-                )
-                distance = self.algorithm.divergence(outputs.distribution, expected)
+            if self.teachers is not None and self.config.teacher is not None:
+                assert outputs.distribution is not None and self.algorithm.divergence is not None
+                told = self.precomputed.told[tuple(micro.rows)]
+                distance = self.teachers.divergence(micro, told, outputs.distribution, self.algorithm.divergence)
                 regularisation = regularisation + self.config.teacher.coef * distance
                 if not self.config.uses_rewards:
                     # Some losses have a gradient also where all advantages are 0.

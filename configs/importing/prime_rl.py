@@ -190,8 +190,17 @@ def _optimizer(t: Translation) -> None:
         t.put("trainer.checkpoint_every", 0, "ckpt")
 
 
+OPSD = {
+    "demo_key": "demonstration",
+    "template": "Here is an example of an expert response:\n<demonstration>\n{demonstration}\n</demonstration>",
+}
+
+
 def _algorithm(t: Translation) -> None:
-    """`grpo` is the reward less the mean of its group, `opd` a teacher's score of the sampled tokens."""
+    """`grpo` is the reward less the mean of its group, `opd` a teacher's score of the sampled tokens.
+
+    In `opsd` the policy itself scores them, having read a demonstration.
+    """
     key = "orchestrator.algo.type"
     name = t.take(key, "grpo")
     t.put("algorithm.advantage", {"max_rl": "max_rl"}.get(name, "dr_grpo"), key)
@@ -206,8 +215,12 @@ def _algorithm(t: Translation) -> None:
         )
     elif name == "echo":
         _echo(t)
+    elif name == "opsd":
+        column, template = (t.take(f"orchestrator.algo.{part}", usual) for part, usual in OPSD.items())
+        t.put("algorithm.teacher.hint", template.replace("{demonstration}", "{ground_truth}"), key)
+        t.notes.append(f"algorithm.teacher.hint: the demonstration ({column}) must be the tasks' ground truth")
     elif name not in ("grpo", "max_rl"):
-        t.missing.append(f"the algorithm {key}={name}; there are grpo (dr_grpo here), max_rl, echo and opd")
+        t.missing.append(f"the algorithm {key}={name}; there are grpo (dr_grpo here), max_rl, echo, opd and opsd")
 
 
 def _echo(t: Translation) -> None:
@@ -338,7 +351,7 @@ def _curricula(t: Translation, sources: list[dict[str, Any]]) -> None:
         for curriculum in curricula
     ]
     # A teacher has no advantage of an episode, and teaches groups of equal rewards, too.
-    if all(gates) and "algorithm.teacher.endpoint" not in t.ours:
+    if all(gates) and not {"algorithm.teacher.endpoint", "algorithm.teacher.hint"} & t.ours.keys():
         t.put("algorithm.shaping.dynamic_sampling", True, key)
     elif any(gates):
         t.notes.append(

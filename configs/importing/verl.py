@@ -330,9 +330,14 @@ def _override(t: Translation) -> None:
 def _distillation(t: Translation) -> None:
     """Translate a teacher: its model, how it is compared with the policy, and whether rewards teach, too."""
     models = [key for key in t.given if re.fullmatch(r"distillation\.teacher_models\.\w+\.model_path", key)]
-    paths = [t.take(key) for key in models]
-    if len(paths) != 1:
-        t.missing.append(f"{len(paths) or 'no'} teachers (distillation.teacher_models); there is one, for all tasks")
+    paths = {key.removesuffix(".model_path"): t.take(key) for key in models}
+    # verl chooses by this column of a row.
+    column = t.take("distillation.teacher_key", "data_source")
+    if not paths or (len(paths) > 1 and column != "data_source"):
+        t.missing.append(
+            f"{len(paths) or 'no'} teachers (distillation.teacher_models) by the column {column}; by data_source there "
+            "may be several"
+        )
         return
     loss = "distillation.distillation_loss"
     kind, by_gradient = t.take(f"{loss}.loss_mode", "k3"), not t.take(f"{loss}.use_policy_gradient", False)
@@ -341,7 +346,8 @@ def _distillation(t: Translation) -> None:
         t.notes.append(f"algorithm.teacher.divergence: sampled tokens count up to 20, not {loss}.loss_max_clamp")
     elif kind == "forward_kl_topk" and by_gradient:
         divergence = "forward"
-        t.notes.append(f"algorithm.teacher.divergence: over the whole vocabulary, not {loss}.topk tokens")
+        t.put("algorithm.teacher.top_k", t.take(f"{loss}.topk", 128), f"{loss}.topk")
+        t.notes.append("algorithm.teacher.top_k: the other tokens count, too, as one")
     else:
         t.missing.append(
             f"{loss}.loss_mode={kind} with use_policy_gradient={not by_gradient}; there are k1 with it, and "
@@ -350,7 +356,11 @@ def _distillation(t: Translation) -> None:
         return
     for key in ("loss_max_clamp", "log_prob_min_clamp", "topk"):
         t.take(f"{loss}.{key}")
-    t.put("algorithm.teacher.path", paths[0], *models)
+    if len(paths) == 1:
+        t.put("algorithm.teacher.path", next(iter(paths.values())), *models)
+    else:
+        named = {t.take(f"{name}.key", name.rpartition(".")[2]): {"path": path} for name, path in paths.items()}
+        t.put("algorithm.teacher.by_source", named, *models)
     t.put("algorithm.teacher.divergence", divergence, f"{loss}.loss_mode")
     rewards = t.take(f"{loss}.use_task_rewards", True)
     t.put("algorithm.teacher.rewards", rewards, f"{loss}.use_task_rewards")

@@ -330,12 +330,31 @@ class KlConfig(Config, frozen=True):
     reference_path: Annotated[str | None, doc("Reference model; null: model.path.")] = None
 
 
-class TeacherConfig(Config, frozen=True):
-    """On-policy distillation: a second model scores the tokens of the policy's own answers."""
+class TeacherModelConfig(Config, frozen=True):
+    """A model that teaches: one that is loaded beside the policy, or one that a server has."""
 
     path: Annotated[str | None, doc("Model that is loaded beside the policy, with the policy's tokenizer.")] = None
     endpoint: Annotated[
         EndpointConfig | None, doc("In place of path, a model that a vLLM server has, with the policy's tokenizer.")
+    ] = None
+
+
+class TeacherConfig(TeacherModelConfig, frozen=True):
+    """On-policy distillation: a second model scores the tokens of the policy's own answers."""
+
+    by_source: Annotated[
+        dict[str, TeacherModelConfig],
+        doc(
+            "Teachers by the tasks' data_source, e.g. {math: {path: models/math}}; path and endpoint are then those "
+            "of other tasks."
+        ),
+    ] = msgspec.field(default_factory=dict)
+    hint: Annotated[
+        str | None,
+        doc(
+            "System message that only the teacher reads, in front of the row; {ground_truth} and {feedback}, the "
+            "reasons that the reward gave, are filled in. Without path and endpoint the policy itself is the teacher."
+        ),
     ] = None
     divergence: Annotated[
         Literal["sampled", "reverse", "forward", "jsd"],
@@ -346,13 +365,36 @@ class TeacherConfig(Config, frozen=True):
         ),
     ] = "sampled"
     beta: Annotated[float, Meta(gt=0, lt=1, description="jsd: the teacher's weight.")] = 0.5
+    top_k: Annotated[
+        Positive | None,
+        doc("reverse, forward, jsd: compares the teacher's likeliest tokens, and all others as one; null: each token."),
+    ] = None
     coef: Annotated[float, Meta(gt=0, description="Weight of the divergence.")] = 1.0
     rewards: Annotated[bool, doc("Whether the task's rewards teach, too.")] = False
 
     @property
     def whole(self) -> bool:
-        """Whether the divergence compares distributions over the whole vocabulary."""
+        """Whether the divergence compares distributions rather than sampled tokens."""
         return self.divergence != "sampled"
+
+    @property
+    def models(self) -> dict[str, tuple[str, TeacherModelConfig]]:
+        """The teachers by data source, each with its config key; that of all other sources has the name ""."""
+        found = {name: (f"algorithm.teacher.by_source.{name}", model) for name, model in self.by_source.items()}
+        if self.path is not None or self.endpoint is not None or self.hint is not None:
+            found[""] = ("algorithm.teacher", self)
+        return found
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """The folders of the teachers that are loaded beside the policy, by config key."""
+        return {f"{key}.path": model.path for key, model in self.models.values() if model.path is not None}
+
+    @property
+    def endpoints(self) -> dict[str, EndpointConfig]:
+        """The servers that have teachers, by config key."""
+        found = {f"{key}.endpoint": model.endpoint for key, model in self.models.values()}
+        return {key: endpoint for key, endpoint in found.items() if endpoint is not None}
 
 
 class OverlongConfig(Config, frozen=True):

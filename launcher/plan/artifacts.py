@@ -39,8 +39,8 @@ def needs_preparation(config: RunConfig) -> bool:
     kl = config.algorithm.kl
     if config.algorithm.uses_reference and kl.reference_path:
         check_model_folder(Path(kl.reference_path), "algorithm.kl.reference_path")
-    if config.algorithm.teacher is not None and config.algorithm.teacher.path is not None:
-        check_model_folder(Path(config.algorithm.teacher.path), "algorithm.teacher.path")
+    for key, path in config.algorithm.teacher.paths.items() if config.algorithm.teacher else ():
+        check_model_folder(Path(path), key)
     if config.critic is not None and config.critic.path is not None:
         _check_critic_folder(Path(config.critic.path))
     if serves_reward_model(config):

@@ -112,7 +112,7 @@ class ModelSize:
     in_experts: int = 0
     critic_in_experts: int = 0
     idle: int = 0
-    # The weights of a teacher beside the trainer, and those in its experts.
+    # The weights of teachers beside the trainer, and those in their experts.
     teacher: int = 0
     teacher_in_experts: int = 0
     # The weights of a vision tower and its projector, which ``parameters`` includes, and the tower's counterparts of
@@ -124,16 +124,20 @@ class ModelSize:
 
 
 def model_size(config: RunConfig) -> ModelSize | None:
-    """Return the sizes of the run's policy, which its warm start may still have to make, of its critic and its teacher.
+    """Return the sizes of the run's policy, which its warm start may have to make, of its critic and its teachers.
 
     Returns None if they are unknown. Raises UserError for a ``config.json`` that cannot be read.
     """
     policy = _policy_size(config)
-    if config.algorithm.teacher is not None and (path := config.algorithm.teacher.path) is not None:
-        taught_by = _read_size("algorithm.teacher.path", Path(path))
+    for key, path in config.algorithm.teacher.paths.items() if config.algorithm.teacher else ():
+        taught_by = _read_size(key, Path(path))
         if policy is None or taught_by is None:
             return None
-        policy = replace(policy, teacher=taught_by.parameters, teacher_in_experts=taught_by.in_experts)
+        policy = replace(
+            policy,
+            teacher=policy.teacher + taught_by.parameters,
+            teacher_in_experts=policy.teacher_in_experts + taught_by.in_experts,
+        )
     if policy is None or config.critic is None or config.critic.shared:
         return policy
     if config.critic.path is None:

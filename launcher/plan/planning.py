@@ -186,9 +186,9 @@ def secrets(config: RunConfig) -> dict[str, set[Role]]:
     """Return the variables that hold secrets, each with the roles that use it."""
     readers: dict[str, set[Role]] = {name: {role} for name, role in SECRETS.items()}
     readers |= {name: {"worker"} for name in (*api_key_variables(config), *secret_variables(config.agent.mcp))}
-    teacher = config.algorithm.teacher
-    if teacher is not None and teacher.endpoint is not None and (variable := teacher.endpoint.api_key_env):
-        readers.setdefault(variable, set()).add("trainer")
+    for endpoint in config.algorithm.teacher.endpoints.values() if config.algorithm.teacher else ():
+        if endpoint.api_key_env:
+            readers.setdefault(endpoint.api_key_env, set()).add("trainer")
     return readers
 
 

@@ -476,7 +476,9 @@ def outline(config: RunConfig) -> Iterator[tuple[str, str]]:
         formulas = f"advantage {algorithm.advantage}, {formulas}"
     yield "algorithm", f"{formulas}{kl}{critic}; {bound}"
     if teacher := algorithm.teacher:
-        where = teacher.path if teacher.endpoint is None else f"{teacher.endpoint.model} at {teacher.endpoint.url}"
+        served = [f"{endpoint.model} at {endpoint.url}" for endpoint in teacher.endpoints.values()]
+        where = " and ".join([*teacher.paths.values(), *served]) or "the policy itself"
+        where += " with a hint" if teacher.hint is not None else ""
         alone = "beside the rewards" if teacher.rewards else "in place of rewards"
         yield "teacher", f"{where}, divergence {teacher.divergence}, weight {teacher.coef:g}, {alone}"
     tasks, answers = data.train_batch_groups, config.rollout.group_size

@@ -48,7 +48,8 @@ def rehearse(config: RunConfig, *, whole: bool) -> Findings:
     With ``whole`` also read all rows, try the built-in rewards that need no server, and render the first prompt.
     Raises ConfigError naming the key, or the row, that the run could not use.
     """
-    teacher = config.algorithm.teacher is not None and config.algorithm.teacher.path is not None
+    taught_by = config.algorithm.teacher
+    teacher = taught_by is not None and (bool(taught_by.paths) or taught_by.hint is not None)
     if not (whole or teacher or _own_algorithm(config) or any(_own_terms(config))):
         return Findings()
     limit_s = SLACK_S + 2 * config.reward.timeout_s
@@ -80,10 +81,13 @@ def rehearse_here(config: RunConfig, whole: bool) -> Findings:
 
         build(config)
     teacher = config.algorithm.teacher
-    if teacher is not None and teacher.path is not None and Path(config.model.path).is_dir():
-        from rl_async.trainer.teacher import check_tokenizer
+    if teacher is not None and Path(config.model.path).is_dir():
+        from rl_async.trainer.teacher import Hints, check_tokenizers
 
-        check_tokenizer(teacher, config.model.path)
+        # A server may be started with the run.
+        check_tokenizers(teacher.paths, {}, config.model.path)
+        if teacher.hint is not None:
+            Hints(teacher.hint, config.model.path)
     if config.rollout.replay:
         return findings
     # Imported only here, since it imports PyArrow, and the launcher imports this module.

@@ -35,6 +35,7 @@ from rl_async.trainer.algorithms.losses import (
     LossInputs,
     PolicyLoss,
     SelectInputs,
+    Teaching,
     divergence_of,
 )
 from rl_async.trainer.algorithms.rows import Rows
@@ -66,7 +67,7 @@ class Algorithm:
     aggregate: Callable[[Tensor, Tensor, Tensor, Counts], Tensor]
     kl: Callable[[Tensor, Tensor], Tensor]
     whole_reference: bool
-    divergence: Callable[[Tensor, Tensor], Tensor] | None
+    divergence: Callable[[Tensor, Teaching], Tensor] | None
     precompute: frozenset[OutputName]
     train_outputs: frozenset[OutputName]
 

@@ -514,16 +514,42 @@ def jensen_shannon(logprobs: Tensor, teacher: Tensor, beta: float) -> Tensor:
     return beta * full(teacher, mixture) + (1 - beta) * full(logprobs, mixture)
 
 
-def divergence_of(config: TeacherConfig) -> Estimator:
-    """Return the divergence of the policy's distributions from a teacher's, both [B, T, V]; the result is [B, T].
+# The probability of the tokens beyond the likeliest ones is at least this, as in TRL.
+LEAST_TAIL = 1e-7
+
+
+def with_tail(logprobs: Tensor) -> Tensor:
+    """Append the log-probability of all other tokens to those of some, [..., K] to [..., K+1].
+
+    Source: the tail bucket of SDPO (arXiv:2601.20802), as TRL 1.16 has it.
+    """
+    mass = logprobs.logsumexp(-1, keepdim=True).clamp(max=-LEAST_TAIL)
+    return torch.cat([logprobs, (-mass.expm1()).log()], -1)
+
+
+# Log-probabilities of a teacher, [B, T, V]; or of some tokens [B, T, K], int64, with these tokens.
+Teaching = Tensor | tuple[Tensor, Tensor]
+
+
+def divergence_of(config: TeacherConfig) -> Callable[[Tensor, Teaching], Tensor]:
+    """Return the divergence of the policy's distributions [B, T, V] from a teacher's; the result is [B, T].
 
     A model may have more outputs than its tokenizer has tokens. If two models differ in it, the distributions are those
-    over the outputs that both have.
+    over the outputs that both have. With ``top_k`` they are over the teacher's likeliest tokens, and all others as one.
     """
 
-    def divergence(logprobs: Tensor, teacher: Tensor) -> Tensor:
-        if (shared := min(logprobs.shape[-1], teacher.shape[-1])) < max(logprobs.shape[-1], teacher.shape[-1]):
-            logprobs, teacher = (x[..., :shared].log_softmax(-1) for x in (logprobs, teacher))
+    def divergence(logprobs: Tensor, teaching: Teaching) -> Tensor:
+        if isinstance(teaching, Tensor):
+            teacher = teaching
+            if (shared := min(logprobs.shape[-1], teacher.shape[-1])) < max(logprobs.shape[-1], teacher.shape[-1]):
+                logprobs, teacher = (x[..., :shared].log_softmax(-1) for x in (logprobs, teacher))
+            if config.top_k is not None:
+                likeliest = teacher.topk(min(config.top_k, teacher.shape[-1]), -1)
+                teacher, tokens = with_tail(likeliest.values), likeliest.indices
+                logprobs = with_tail(logprobs.gather(-1, tokens))
+        else:
+            teacher, tokens = with_tail(teaching[0]), teaching[1]
+            logprobs = with_tail(logprobs.gather(-1, tokens))
         match config.divergence:
             case "reverse":
                 return full(logprobs, teacher)

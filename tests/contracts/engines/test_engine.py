@@ -14,7 +14,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rl_async.configs.schema.algorithm import TeacherConfig
 from rl_async.configs.schema.rollout import EndpointConfig
 from rl_async.errors import EngineLost, EngineRejected, TrainerReplaced
 from rl_async.launcher.cli.engine_verification import verify
@@ -23,7 +22,7 @@ from rl_async.process.http_auth import bearer
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from rl_async.rollout_server.vllm.client import VllmEngine
 from rl_async.trainer.packing import Tensors
-from rl_async.trainer.teacher import TeacherEndpoint, check_tokenizer
+from rl_async.trainer.teacher import TeacherEndpoint, check_tokenizers
 from rl_async.weight_sync.buckets import Bucket, adapter_buckets, as_adapters, deltas, numbered
 from rl_async.weight_sync.protocol import Hold, InitInfo, UpdateInfo
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
@@ -447,7 +446,7 @@ async def test_a_server_scores_tokens_as_a_plain_pass_of_the_teacher_does(
 ) -> None:
     monkeypatch.setenv("TEACHER_KEY", peer.token)
     config = EndpointConfig(url=f"{peer.url}/v1", model=str(model_folder), api_key_env="TEACHER_KEY")
-    await asyncio.to_thread(check_tokenizer, TeacherConfig(endpoint=config), str(model_folder))
+    await asyncio.to_thread(check_tokenizers, {}, {"algorithm.teacher.endpoint": config}, str(model_folder))
     rows = [[(7 * i + 3 * row) % 60 for i in range(length)] for row, length in enumerate((2, 40, 9))]
     tokens, mask = torch.zeros(3, 40, dtype=torch.int64), torch.zeros(3, 39, dtype=torch.bool)
     for row, ids in enumerate(rows):
@@ -459,6 +458,12 @@ async def test_a_server_scores_tokens_as_a_plain_pass_of_the_teacher_does(
     for row, ids in enumerate(rows[:2]):
         assert plain.errors(ids, scored[row, : len(ids) - 1].tolist()).max() <= 1
     assert not scored[2].any(), "it does not train"
+    # The likeliest tokens, of which greedy decoding takes the first.
+    ((values, tokens),) = await asyncio.to_thread(TeacherEndpoint(config).likeliest, [batch], 3)
+    best = plain.logits(rows[1]).log_softmax(-1).topk(3)
+    assert torch.equal(values.argsort(-1, descending=True)[1, :39], torch.arange(3).expand(39, 3))
+    assert (values[1, :39].double() - best.values[:39].double()).abs().max() <= 0.05
+    assert (tokens[1, :39] == best.indices[:39]).float().mean() > 0.9
 
 
 ROUTES = (

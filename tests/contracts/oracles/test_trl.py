@@ -191,6 +191,31 @@ def test_a_teachers_divergences_and_their_gradients_are_gkds(trl: Oracle) -> Non
         assert_same(logits.grad, theirs["gradient"], case)
 
 
+def test_divergences_over_the_likeliest_tokens_and_their_gradients_are_sdpos(trl: Oracle) -> None:
+    """TRL takes the tokens that the policy finds likeliest, ours are the teacher's: the order is given to both."""
+    cases, configs = both_types(draw_distributions), []
+    for number, case in enumerate(cases):
+        draw = random.Random(number)
+        beta, top_k = draw.choice([0.0, 0.3, 1.0]), draw.randrange(1, VOCABULARY)
+        # Each model has the same order of tokens as the other, so that both mean the same tokens.
+        order = case["logits"].argsort(-1)
+        ranked = {name: torch.zeros_like(case[name]) for name in ("logits", "teacher")}
+        for name, values in ranked.items():
+            values.scatter_(-1, order, case[name].sort(-1).values)
+        case.tensors |= ranked
+        case.options = {"beta": beta, "top_k": top_k}
+        kind: Any = {0.0: "forward", 0.3: "jsd", 1.0: "reverse"}[beta]
+        configs.append(TeacherConfig(divergence=kind, beta=0.3, top_k=top_k))
+    for case, config, theirs in zip(cases, configs, trl.ask("likeliest", cases), strict=True):
+        logits = case["logits"].clone().requires_grad_()
+        tokens = divergence_of(config)(logits.log_softmax(-1), case["teacher"].log_softmax(-1))
+        loss = tokens[case["mask"]].mean()
+        loss.backward()
+        assert logits.grad is not None
+        assert_same(loss.detach(), theirs["loss"], case)
+        assert_same(logits.grad, theirs["gradient"], case)
+
+
 def draw_pairs(generator: torch.Generator, number: int) -> Tensors:
     """Three pairs, the better rows first, from equal to far from the reference."""
     reference = -torch.rand(ROWS, WIDTH, generator=generator, dtype=torch.float64)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from trl.experimental.gkd import GKDTrainer
+from trl.experimental.sdpo.loss_utils import compute_topk_self_distillation_loss
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
@@ -95,6 +96,21 @@ def distillation(x: Tensors, options: dict[str, Any]) -> Tensors:
     return {"loss": loss.detach(), "gradient": logits.grad}
 
 
+def likeliest(x: Tensors, options: dict[str, Any]) -> Tensors:
+    """The divergence over the policy's likeliest tokens, and all others as one, averaged over tokens; its gradient."""
+    logits = x["logits"].clone().requires_grad_()
+    tokens = compute_topk_self_distillation_loss(
+        logits,
+        x["teacher"],
+        distillation_topk=options["top_k"],
+        distillation_alpha=options["beta"],
+        distillation_add_tail=True,
+    )
+    loss = tokens[x["mask"]].mean()
+    loss.backward()
+    return {"loss": loss.detach(), "gradient": logits.grad}
+
+
 def preferences(x: Tensors, options: dict[str, Any]) -> Tensors:
     """The loss of one batch of pairs, and its gradient. The first token of a row is never part of an answer."""
     logprobs, mask = x["logprobs"].clone().requires_grad_(), x["mask"]
@@ -134,4 +150,10 @@ def preferences(x: Tensors, options: dict[str, Any]) -> Tensors:
     return {"loss": loss.detach(), "gradient": logprobs.grad}
 
 
-FORMULAS = {"preferences": preferences, "policy_loss": policy_loss, "settings": settings, "distillation": distillation}
+FORMULAS = {
+    "likeliest": likeliest,
+    "preferences": preferences,
+    "policy_loss": policy_loss,
+    "settings": settings,
+    "distillation": distillation,
+}

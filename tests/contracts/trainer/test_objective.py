@@ -20,6 +20,7 @@ from tests.contracts.trainer.workers.objective import (
     LEARNING_RATE,
     SPLITS,
     TEACHER_COEF,
+    TOP_K,
     Table,
     recorded,
     run_config,
@@ -123,6 +124,38 @@ def test_a_teacher_of_sampled_tokens_gives_the_policy_gradient_of_the_divergence
     # Advantages are float32.
     torch.testing.assert_close(got["gradient 0"], expected, rtol=1e-5, atol=1e-8)
     assert got["loss/kl_teacher"].item() == pytest.approx(distance.mean().item(), rel=1e-6)
+
+
+def test_all_tokens_beyond_the_likeliest_count_as_one(found: Found) -> None:
+    table, (before, _) = Table(0).table, trained_tokens()
+    p, t = table[before].softmax(-1), Table(2).table.detach()[before].softmax(-1)
+    likeliest = t.sort(-1, descending=True).indices[:, :TOP_K]
+    p, t = p.gather(1, likeliest), t.gather(1, likeliest)
+    p, t = (torch.cat([x, 1 - x.sum(1, keepdim=True)], 1) for x in (p, t))
+    tokens = (t * (t / p).log()).sum(1)
+    (expected,) = torch.autograd.grad(TEACHER_COEF * tokens.mean(), table)
+    torch.testing.assert_close(found["teacher top"]["7 micro-batches"]["gradient 0"], expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("divergence", ["sampled", "reverse"])
+def test_each_source_has_its_teacher_and_one_without_any_learns_nothing(found: Found, divergence: str) -> None:
+    """The teachers of "one" and "two" are tables 2 and 3."""
+    table = Table(0).table
+    teachers = {"one": Table(2).table.detach(), "two": Table(3).table.detach()}
+    terms, trained = list[Tensor](), 0
+    for row in recorded():
+        for before, after, trains in zip(row.token_ids[:-1], row.token_ids[1:], row.loss_mask[1:], strict=True):
+            trained += bool(trains)
+            if trains and row.data_source in teachers:
+                mine = table[int(before)].log_softmax(-1)
+                its = teachers[row.data_source][int(before)].log_softmax(-1)
+                if divergence == "sampled":
+                    terms.append((mine - its)[int(after)].detach() * mine[int(after)])
+                else:
+                    terms.append((mine.exp() * (mine - its)).sum())
+    (expected,) = torch.autograd.grad(TEACHER_COEF * torch.stack(terms).sum() / trained, table)
+    got = found[f"teachers {divergence}"]["7 micro-batches"]["gradient 0"]
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-8)
 
 
 def inputs() -> AdvantageInputs:

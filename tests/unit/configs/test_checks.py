@@ -195,9 +195,20 @@ USER = ["agent.environment=simulated_user", "agent.user={system: hi}"]
             ["algorithm.teacher.path", "algorithm.teacher.endpoint"],
         ),
         (["algorithm.teacher={path: m, beta: 0.3}"], ["algorithm.teacher.beta", "jsd"]),
+        (["algorithm.teacher={by_source: {math: {}}}"], ["algorithm.teacher.by_source.math.path"]),
+        (
+            [f"algorithm.teacher={{by_source: {{math: {{path: m, endpoint: {SERVED}}}}}}}"],
+            ["algorithm.teacher.by_source.math.path", "algorithm.teacher.by_source.math.endpoint"],
+        ),
+        (
+            [f"algorithm.teacher={{by_source: {{math: {{endpoint: {SERVED}}}}}}}", "rollout.temperature=0.5"],
+            ["algorithm.teacher.by_source.math.endpoint", "rollout.temperature=0.5"],
+        ),
+        (["algorithm.teacher={path: m, top_k: 8}"], ["algorithm.teacher.top_k", "sampled"]),
+        (["algorithm.teacher={hint: think}"], ["algorithm.teacher.hint", "{ground_truth}"]),
         (
             [f"algorithm.teacher={{endpoint: {SERVED}, divergence: reverse}}"],
-            ["algorithm.teacher.divergence=reverse", "algorithm.teacher.path"],
+            ["algorithm.teacher.divergence=reverse", "algorithm.teacher.top_k"],
         ),
         (
             [f"algorithm.teacher={{endpoint: {SERVED}}}", "rollout.temperature=0.5"],
@@ -374,6 +385,12 @@ def test_engines_of_several_ranks_can_hold_weights_in_8_bits(numbers: str) -> No
 def test_a_critic_needs_no_group_to_compare_with() -> None:
     config = load_config("calculator", ["algorithm.advantage=gae", "critic={}", "rollout.group_size=1"])
     assert config.critic is not None and not config.critic.shared
+
+
+def test_a_server_teaches_by_its_likeliest_tokens_and_the_policy_itself_by_a_hint() -> None:
+    load_config("calculator", [f"algorithm.teacher={{endpoint: {SERVED}, divergence: forward, top_k: 20}}"])
+    config = load_config("calculator", ["algorithm.teacher.hint='{ground_truth}'"])
+    assert config.algorithm.teacher is not None and list(config.algorithm.teacher.models) == [""]
 
 
 def test_a_teacher_alone_takes_a_group_of_one() -> None:

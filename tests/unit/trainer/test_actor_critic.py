@@ -37,6 +37,7 @@ from rl_async.trainer.batch_layout import MiniBatch, Shown, TowerCost, row_cost_
 from rl_async.trainer.batches import Batch, MicroBatch
 from rl_async.trainer.packing import Tensors, empty_tensors
 from rl_async.trainer.ranks import DataParallel
+from rl_async.trainer.teacher import Teachers
 
 ROWS, WIDTH = 6, 5
 PACKED = Rows(torch.full((ROWS,), WIDTH))
@@ -314,7 +315,8 @@ def batch() -> Batch:
 
 def models(**others: Any) -> Models:
     policy = SimpleNamespace(row_cost=row_cost_of(QWEN))
-    return Models(policy, **dict.fromkeys(others, policy))  # type: ignore[arg-type]
+    others |= {"teachers": Teachers({"": policy})} if others.pop("teacher", None) else {}  # type: ignore[dict-item]
+    return Models(policy, **{name: policy if given is True else given for name, given in others.items()})  # type: ignore[arg-type]
 
 
 def flops(

@@ -16,7 +16,7 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import LoraConfig, TrainerConfig
 from rl_async.errors import UserError
-from rl_async.trainer.actor_critic import PolicyBase, build_models
+from rl_async.trainer.actor_critic import PolicyView, build_models
 from rl_async.trainer.export import write_model
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from tests.conftest import VOCAB
@@ -98,7 +98,7 @@ def test_the_reference_is_the_policy_without_its_adapters(folder: Path) -> None:
     )
     models, (batch,) = build_models(config, "cpu"), whole_batch()
     policy, reference = models.policy, models.reference
-    assert isinstance(policy, Fsdp2Backend) and isinstance(reference, PolicyBase)
+    assert isinstance(policy, Fsdp2Backend) and isinstance(reference, PolicyView)
     loaded = Fsdp2Backend(str(folder), "float32", "cpu", TRAINING, trains=False)
     train(policy)
     trained, wanted = policy.forward(batch).logprobs, loaded.forward(batch).logprobs

@@ -41,6 +41,7 @@ from rl_async.trainer.batches import Batch, plan_batch
 from rl_async.trainer.packing import Tensors
 from rl_async.trainer.ranks import pure_data_parallel
 from rl_async.trainer.records import explain
+from rl_async.trainer.teacher import Teachers
 from rl_async.trainer.update import (
     Precomputed,
     Updated,
@@ -128,7 +129,7 @@ def test_every_micro_batch_of_every_pass_is_counted() -> None:
     def note(work: str, done: int, total: int) -> None:
         passes.setdefault(work, []).append((done, total))
 
-    models = Models(policy, reference=Table(), teacher=Table())  # type: ignore[arg-type]
+    models = Models(policy, reference=Table(), teachers=Teachers({"": Table()}))  # type: ignore[arg-type,dict-item]
     update(models, batch, build(config), config, 0.1, note)
     looks = policy.events.count("look")
     assert looks > 2

@@ -15,7 +15,13 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rl_async.configs.schema.algorithm import AlgorithmConfig, KlConfig, LossOptions, TeacherConfig
+from rl_async.configs.schema.algorithm import (
+    AlgorithmConfig,
+    KlConfig,
+    LossOptions,
+    TeacherConfig,
+    TeacherModelConfig,
+)
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.formulas import LOSSES
 from rl_async.configs.schema.run import RunConfig
@@ -29,12 +35,14 @@ from rl_async.trainer.batch_layout import MiniBatch, RowCost
 from rl_async.trainer.batches import Batch
 from rl_async.trainer.packing import Tensors
 from rl_async.trainer.ranks import DataParallel, pure_data_parallel
+from rl_async.trainer.teacher import Teachers
 from rl_async.trainer.update import update
 from tests.conftest import VOCAB, make_rows
 
 KL_COEF = 0.1
 LEARNING_RATE = 20.0  # in the second epoch a fifth of the ratios are outside the clip, and some outside every bound
 TEACHER_COEF = 0.7
+TOP_K = 3
 EPOCHS = 2
 ORDER = [3, 0, 6, 1, 5, 2, 4]
 DIVERGENCES = ("reverse", "forward", "jsd")
@@ -115,6 +123,14 @@ def variants() -> Iterator[tuple[str, AlgorithmConfig]]:
     for divergence in DIVERGENCES:
         teacher = msgspec.structs.replace(taught, divergence=divergence, beta=0.3 if divergence == "jsd" else 0.5)
         yield f"teacher {divergence}", msgspec.structs.replace(alone, teacher=teacher)
+    likeliest = msgspec.structs.replace(taught, divergence="forward", top_k=TOP_K)
+    yield "teacher top", msgspec.structs.replace(alone, teacher=likeliest)
+    # The third source has no teacher.
+    model = TeacherModelConfig(path="none")
+    several = TeacherConfig(by_source={"one": model, "two": model}, coef=TEACHER_COEF)
+    for divergence in ("sampled", "reverse"):
+        teacher = msgspec.structs.replace(several, divergence=divergence)
+        yield f"teachers {divergence}", msgspec.structs.replace(alone, teacher=teacher)
     both = msgspec.structs.replace(taught, divergence="forward", rewards=True)
     yield "teacher, rewards and KL", msgspec.structs.replace(base, kl=KlConfig(coef=KL_COEF), teacher=both)
 
@@ -123,6 +139,8 @@ def recorded() -> list[Trajectory]:
     """Seven rows, of which two are one episode."""
     rows = make_rows(0, groups=2, samples=4)[:7]
     rows[1].episode_id = rows[0].episode_id
+    for row, source in zip(rows, ["one", "two", "three", "one", "two", "three", "one"], strict=True):
+        row.data_source = source
     return rows
 
 
@@ -143,8 +161,11 @@ def gradients(algorithm: AlgorithmConfig, split: list[list[list[int]]]) -> tuple
     batch = Batch(0, headers, plan, {row.key: row for row in rows})
     policy, kl = Table(0), algorithm.kl
     reference = Table(1) if kl.coef > 0 else None
-    teacher = Table(2) if algorithm.teacher is not None else None
-    models = Models(policy, reference, teacher=teacher)  # type: ignore[arg-type]  # neither is exported or saved
+    taught = algorithm.teacher
+    # Tables are not exported or saved.
+    tables = {name: Table(2 + number) for number, name in enumerate(sorted(taught.models if taught else {}))}
+    teachers = Teachers(tables, all_rows=False) if tables else None  # type: ignore[arg-type]
+    models = Models(policy, reference, teachers=teachers)  # type: ignore[arg-type]
     return policy.gradients, update(models, batch, build(config), config, kl.coef).metrics
 
 

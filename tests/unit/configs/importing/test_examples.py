@@ -133,7 +133,7 @@ TEACHER = ["distillation.enabled=true", "distillation.teacher_models.one.model_p
         (
             # verl reads its weight only beside rewards.
             ["loss_mode=forward_kl_topk", "use_task_rewards=false", "distillation_loss_coef=0.3"],
-            {"divergence": "forward", "rewards": False, "coef": None},
+            {"divergence": "forward", "rewards": False, "coef": None, "top_k": 128},
         ),
     ],
 )
@@ -141,6 +141,17 @@ def test_a_teacher_of_verls(tmp_path: Path, given: list[str], expected: dict[str
     found = ours(tmp_path, "verl", "run.sh", VERL, *TEACHER, *(f"{DISTIL}.{each}" for each in given))
     assert found["algorithm.teacher.path"] == "org/Large"
     assert {key: found.get(f"algorithm.teacher.{key}") for key in expected} == expected
+
+
+def test_verls_teachers_of_several_data_sources(tmp_path: Path) -> None:
+    models = "+distillation.teacher_models"
+    given = [f"{models}.a.key=openai/gsm8k", f"{models}.a.model_path=org/Math", f"{models}.b.model_path=org/Code"]
+    given.append(f"{DISTIL}.use_policy_gradient=true")
+    found = ours(tmp_path, "verl", "run.sh", VERL, *TEACHER[:1], *given, f"{DISTIL}.loss_mode=k1")
+    assert found["algorithm.teacher.by_source.openai/gsm8k.path"] == "org/Math"
+    assert found["algorithm.teacher.by_source.b.path"] == "org/Code"
+    with pytest.raises(ConfigError, match=r"distillation\.teacher_models"):
+        SOURCES["verl"](tmp_path / "run.sh", [*TEACHER[:1], *given, "distillation.teacher_key=ability"])
 
 
 def test_a_teacher_of_slimes_is_added_to_the_rewards(tmp_path: Path) -> None:
@@ -169,7 +180,6 @@ def test_a_script_with_images_is_translated(tmp_path: Path) -> None:
     [
         ["data.image_key=pictures"],
         ["data.video_key=videos"],
-        [*TEACHER, "distillation.teacher_models.second.model_path=org/Other"],
         [*TEACHER, f"{DISTIL}.use_policy_gradient=false", f"{DISTIL}.loss_mode=k3"],
         [f"{ROLLOUT}.name=trtllm"],
         [f"{ACTOR}.strategy=megatron", "actor_rollout_ref.model.lora.rank=32"],
@@ -385,6 +395,9 @@ def test_prime_rls_algorithms(tmp_path: Path) -> None:
     found = ours(tmp_path, "prime-rl", "rl.toml", PRIME_RL, "orchestrator.algo.type=opd", *teacher)
     endpoint = [found[f"algorithm.teacher.endpoint.{key}"] for key in ("url", "model")]
     assert endpoint == ["http://127.0.0.1:8001/v1", "org/Large"] and "algorithm.teacher.divergence" not in found
+    itself = ["orchestrator.algo.type=opsd", "orchestrator.algo.demo_key=answer"]
+    found = ours(tmp_path, "prime-rl", "rl.toml", PRIME_RL, *itself)
+    assert "<demonstration>\n{ground_truth}\n</demonstration>" in found["algorithm.teacher.hint"]
     found = ours(tmp_path, "prime-rl", "rl.toml", PRIME_RL, "orchestrator.algo.type=max_rl")
     assert found["algorithm.advantage"] == "max_rl"
     for given, coef in (((), 0.1), (("orchestrator.algo.roles.user.alpha=0.3",), 0.3)):

@@ -208,10 +208,14 @@ def test_a_teacher_beside_the_trainer_holds_its_weights_and_one_at_a_server_does
     (tmp_path / "teacher" / "config.json").write_text(json.dumps(values | {"num_hidden_layers": 3}))
     model = f"model.path={tmp_path}"
     beside = float32_config("calculator", [model, f"algorithm.teacher.path={tmp_path}/teacher"])
+    several = f"algorithm.teacher.by_source={{one: {{path: {tmp_path}/teacher}}, two: {{path: {tmp_path}/teacher}}}}"
+    both = model_size(float32_config("calculator", [model, several]))
     served = "algorithm.teacher.endpoint={url: 'http://127.0.0.1:1/v1', model: m}"
     alone, taught = model_size(float32_config("calculator", [model, served])), model_size(beside)
     weights = 3 * (4 * 64 + 3 * 8 * 32) + 2 * 80
-    assert alone is not None and taught == replace(alone, teacher=weights)
+    assert (
+        alone is not None and taught == replace(alone, teacher=weights) and both == replace(alone, teacher=2 * weights)
+    )
     assert trainer_bytes(beside, taught) == (trainer_bytes(beside, alone) or 0) + 4 * weights
 
 
