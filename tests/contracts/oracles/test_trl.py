@@ -192,12 +192,15 @@ def test_a_teachers_divergences_and_their_gradients_are_gkds(trl: Oracle) -> Non
 
 
 def test_divergences_over_the_likeliest_tokens_and_their_gradients_are_sdpos(trl: Oracle) -> None:
-    """TRL takes the tokens that the policy finds likeliest, ours are the teacher's: the order is given to both."""
-    cases, configs = both_types(draw_distributions), []
+    """TRL takes the tokens that the policy finds likeliest, ours are the teacher's: both models have one order.
+
+    In float64 alone, since rounding of a mass near 1 changes the logarithm of the rest.
+    """
+    cases = [case for case in both_types(draw_distributions) if case.dtype == torch.float64]
+    configs = list[TeacherConfig]()
     for number, case in enumerate(cases):
         draw = random.Random(number)
         beta, top_k = draw.choice([0.0, 0.3, 1.0]), draw.randrange(1, VOCABULARY)
-        # Each model has the same order of tokens as the other, so that both mean the same tokens.
         order = case["logits"].argsort(-1)
         ranked = {name: torch.zeros_like(case[name]) for name in ("logits", "teacher")}
         for name, values in ranked.items():
