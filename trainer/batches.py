@@ -12,7 +12,7 @@ import math
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RlAsyncError, RowsChanged, RowsLost, UserError
-from rl_async.messages import Reserved, RowKey, Trajectory, TrajectoryHeader
+from rl_async.messages import Reserved, RowKey, Trajectory, TrajectoryHeader, Turn
 from rl_async.recording import files_of_step, read_images, read_trajectories
 from rl_async.torch_shared import to_device
 from rl_async.trainer.algorithms.correction import grammar_weights
@@ -321,6 +321,7 @@ class WholeBatch:
         turns: int64 [M], assistant turn of each sampled token, -1 elsewhere.
         turn_rewards: [M], on the last token of their turn.
         constrained: bool [M], tokens that were sampled under a grammar's mask.
+        states: int64 [M], a checksum of the messages that a sampled token's turn answers; None if it was not asked for.
         observed: bool [M], tokens of messages of others behind the row's first sampled token.
         grammar_weights: [M], set by ``without_masks``.
     """
@@ -334,6 +335,7 @@ class WholeBatch:
     turn_rewards: Tensor
     constrained: Tensor
     observed: Tensor
+    states: Tensor | None = None
     grammar_weights: Tensor | None = None
 
     def without_masks(self, proximal: Tensor) -> "WholeBatch":
@@ -407,8 +409,10 @@ CONSTRAINED = 1 << 30
 OBSERVED = 1 << 29
 
 
-def assemble(ranks: DataParallel, batch: Batch, max_staleness: int | None, trains: Tensor) -> WholeBatch:
-    """Build the whole batch from each rank's own rows. A collective: one all-reduce of 12 bytes per token.
+def assemble(
+    ranks: DataParallel, batch: Batch, max_staleness: int | None, trains: Tensor, *, with_states: bool = False
+) -> WholeBatch:
+    """Build the whole batch from each rank's own rows. A collective: one all-reduce of 12 bytes per token, or 16.
 
     A rank fills in the rows that the plan gives it, and the all-reduce adds those of the others. Floats travel as the
     integers that have their bits, since adding 0 then changes no bit. Staleness and mask follow from the headers, which
@@ -419,7 +423,7 @@ def assemble(ranks: DataParallel, batch: Batch, max_staleness: int | None, train
     lengths = torch.tensor([header.tokens for header in headers])
     starts = Rows(lengths).starts.numpy()
     spans = [slice(start, start + header.tokens) for start, header in zip(starts, headers, strict=True)]
-    packed = np.zeros((3, int(lengths.sum())), np.int32)
+    packed = np.zeros((3 + with_states, int(lengths.sum())), np.int32)
     behaviour, turn_rewards, codes = packed[0].view(np.float32), packed[1].view(np.float32), packed[2]
     own = [i for mini in batch.plan for micro in mini.ranks[ranks.rank] for i in micro]
     for i, row in [(i, batch.rows[headers[i].key]) for i in own]:
@@ -431,6 +435,9 @@ def assemble(ranks: DataParallel, batch: Batch, max_staleness: int | None, train
             codes[sampled] = FIRST_TURN + number
             if len(sampled) and turn.reward is not None:
                 turn_rewards[sampled[-1]] = turn.reward
+        if with_states:
+            for turn, state in turn_states(row):
+                packed[3, span.start + turn.start : span.start + turn.end] = state
         if row.constrained:
             sampled = span.start + np.flatnonzero(row.loss_mask)
             for start, end in row.constrained:
@@ -469,7 +476,20 @@ def assemble(ranks: DataParallel, batch: Batch, max_staleness: int | None, train
         turn_rewards=of_predicted(turn_rewards),
         constrained=of_predicted(constrained),
         observed=of_predicted(observed) & trained,
+        states=of_predicted(packed[3]).long() if with_states else None,
     )
+
+
+def turn_states(row: Trajectory) -> Iterator[tuple[Turn, int]]:
+    """Yield the assistant turns of a row, each with a checksum, int32, of the messages since the turn before it."""
+    told = list[object]()
+    for turn in row.turns:
+        if turn.role == "assistant":
+            yield turn, zlib.crc32(repr(told).encode()) - (1 << 31)
+            told = []
+        else:
+            shown = [medium.sha256 for medium in row.media if turn.start <= medium.position < turn.end]
+            told.append((turn.role, turn.text, shown))
 
 
 def gather(ranks: DataParallel, micros: Sequence[MicroBatch], parts: Sequence[Tensor], rows: Rows) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rl_async.configs.schema.algorithm import RULES, AlgorithmConfig, KlConfig, TeacherConfig
+from rl_async.configs.schema.formulas import advantage_needs
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RewardsMissing, TrainingDiverged
 from rl_async.messages import Trajectory, TrajectoryHeader, episode_rewards
@@ -68,7 +69,8 @@ def update(
     headers, options, ranks = batch.headers, config.algorithm.shaping, models.policy.data_parallel
     row_cost = models.row_cost
     trains = shaping.trainable_rows(headers, options)
-    whole = assemble(ranks, batch, mask_bound(config), trains)
+    needs = advantage_needs(config.algorithm.advantage)
+    whole = assemble(ranks, batch, mask_bound(config), trains, with_states="states" in needs)
     payloads = {i: batch.rows[headers[i].key] for mini in batch.plan for rows in mini.ranks[ranks.rank] for i in rows}
     minis = [
         [micro_batch(rows, payloads, batch.media, whole, models) for rows in mini.ranks[ranks.rank]]
@@ -397,6 +399,7 @@ def advantage_inputs(
         process=None if before.process is None else before.process.double(),
         sum_squares=None if before.sum_squares is None else before.sum_squares.double(),
         importance=None if corrected is None else torch.where(corrected.keep, corrected.weights, 0.0).double(),
+        states=whole.states,
         cut=shaping.cut_rows(headers),
         rows=whole.rows,
     )

@@ -236,7 +236,7 @@ Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean
 class AdvantageOptions(Config, frozen=True):
     """Numbers of the advantage estimators, each read by those that declare it in ``formulas.py``."""
 
-    gamma: Annotated[Fraction, advantage_option("gamma", "discount per token.")] = 1.0
+    gamma: Annotated[Fraction, advantage_option("gamma", "discount per token; with gigpo per turn.")] = 1.0
     lam: Annotated[Fraction, advantage_option("lam", "lambda.")] = 1.0
     lam_alpha: Annotated[
         Annotated[float, Meta(gt=0)] | None,
@@ -261,6 +261,14 @@ class AdvantageOptions(Config, frozen=True):
     prime_coef: Annotated[
         NotNegative, advantage_option("prime_coef", "weight of tokens' rewards beside the outcome's.")
     ] = 1.0
+    gigpo_weight: Annotated[NotNegative, advantage_option("gigpo_weight", "of turns beside that of episodes.")] = 1.0
+    gigpo_by: Annotated[
+        Literal["state", "turn"],
+        advantage_option(
+            "gigpo_by", "state: turns that answer equal messages are compared; turn: those of one number."
+        ),
+    ] = "state"
+    gigpo_std: Annotated[bool, advantage_option("gigpo_std", "divide by standard deviations.")] = True
     gdpo_weights: Annotated[
         dict[str, float],
         advantage_option("gdpo_weights", "factor per part of the reward; its weight in reward.functions if not named."),

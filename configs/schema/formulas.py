@@ -11,7 +11,7 @@ from typing import Literal
 
 from msgspec import Meta
 
-Need = Literal["values", "sum_squares", "greedy", "parts", "reference", "process"]
+Need = Literal["values", "sum_squares", "greedy", "parts", "reference", "process", "states"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class Advantage:
         compares_group: Whether it compares the members of a group, so that a group must have at least two.
         needs: Its inputs besides rewards: a critic's ``values``, the ``sum_squares`` of pi_old over the vocabulary, one
             more ``greedy`` episode per group, the ``parts`` of the reward in place of the whole, log-probabilities
-            by the ``reference`` model, or by the ``process`` reward model that is trained in the critic's place.
+            by the ``reference`` model, or by the ``process`` reward model that is trained in the critic's place; the
+            ``states`` that turns answer.
         row_is_episode: Whether it compares rows one by one, so that an episode must not become several.
         options: Fields of AdvantageOptions that it reads.
     """
@@ -110,6 +111,7 @@ ADVANTAGES: dict[str, Advantage] = {
         row_is_episode=True,
         options=("gamma", "whiten", "prime_beta", "prime_coef"),
     ),
+    "gigpo": Advantage(needs=frozenset({"states"}), options=("gamma", "gigpo_weight", "gigpo_by", "gigpo_std")),
     "optimal_token_baseline": Advantage(needs=frozenset({"sum_squares"}), row_is_episode=True),
     "tir_optimal_token_baseline": Advantage(needs=frozenset({"sum_squares"}), row_is_episode=True),
 }

@@ -14,12 +14,15 @@ from rl_async.trainer.packing import Tensors, empty_tensors, prefix_tree
 from rl_async.trainer.ranks import DataParallel
 
 
-def whole_batch(rows: Sequence[Trajectory], step: int = 0, max_staleness: int | None = None) -> WholeBatch:
+def whole_batch(
+    rows: Sequence[Trajectory], step: int = 0, max_staleness: int | None = None, *, with_states: bool = False
+) -> WholeBatch:
     """Put rows together as a rank that holds all of them."""
     numbers = list(range(len(rows)))
     plan = [MiniBatch(ranks=[[numbers]], rows=numbers)]
     batch = Batch(step, [row.header() for row in rows], plan, {row.key: row for row in rows})
-    return assemble(DataParallel(0, 1, is_recorder=True), batch, max_staleness, torch.ones(len(rows), dtype=torch.bool))
+    trains = torch.ones(len(rows), dtype=torch.bool)
+    return assemble(DataParallel(0, 1, is_recorder=True), batch, max_staleness, trains, with_states=with_states)
 
 
 OPENING = 8  # tokens with which all rows begin

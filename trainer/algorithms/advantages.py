@@ -64,6 +64,8 @@ class AdvantageInputs:
         process: float64 [N, T], log-probabilities by the process reward model, or None without one.
         sum_squares: float64 [N, T], sum of pi_old^2 over the vocabulary, for the estimators that declare it.
         importance: float64 [N, T], the correction's weights, 0 where it rejects; None if bypassed.
+        states: int64 [N, T], a checksum of the messages that the turn of a sampled token answers, for the estimators
+            that declare it.
         cut: bool [N], rows that ended because of a limit on tokens, turns or time.
         rows: the places of packed rows.
     """
@@ -85,6 +87,7 @@ class AdvantageInputs:
     process: Tensor | None = None
     sum_squares: Tensor | None = None
     importance: Tensor | None = None
+    states: Tensor | None = None
     cut: Tensor | None = None
     rows: Rows | None = None
 
@@ -129,6 +132,7 @@ class AdvantageInputs:
             process=None if self.process is None else pad(self.process),
             sum_squares=None if self.sum_squares is None else pad(self.sum_squares),
             importance=None if self.importance is None else pad(self.importance),
+            states=None if self.states is None else pad(self.states),
             rows=None,
         )
 
@@ -383,6 +387,40 @@ def prime(x: AdvantageInputs) -> Tensor:
     return whiten(advantages, x.mask & on_tokens(x.scored, x.rows)) if x.options.whiten else advantages
 
 
+def gigpo(x: AdvantageInputs) -> Tensor:
+    """The episode's advantage in its group, plus that of each turn among the group's turns that answered the same.
+
+    A = A_E + w A_S. A_E is (r_i - mean) / (std + 1e-4) of the episode's reward. A_S is the same of the turn's return,
+    the sum of gamma^k r over its row's turns from it on, k counting turns. Turns of a group are compared if equal
+    messages stood before them (since the turn before), and alone get 0. With ``gigpo_by=turn`` those of one number are
+    compared in place of those of one state. Without ``gigpo_std`` nothing is divided.
+
+    Source: GiGPO (arXiv:2505.10978), equations 3, 6 to 8; w is omega there, and `step_advantage_w` in verl-agent.
+    """
+    assert x.states is not None, "gigpo needs the states that turns answer"
+
+    def compared(groups: Groups, values: Tensor) -> Tensor:
+        return groups.centred(values) / (groups.std(values) + EPSILON if x.options.gigpo_std else 1.0)
+
+    episodes = x.spread(compared(_groups(x), x.rewards))
+    tokens = (x.turns >= 0).nonzero(as_tuple=True)
+    row = tokens[0] if x.rows is None else torch.arange(len(x.rows.lengths)).repeat_interleave(x.rows.lengths)[tokens]
+    # Turns in the order of rows and of their numbers, and the turn of each token.
+    turns, turn = torch.unique(torch.stack([row, x.turns[tokens]], 1), dim=0, return_inverse=True)
+    rewards = torch.zeros(len(turns), dtype=torch.float64).index_add_(0, turn, x.token_rewards[tokens].double())
+    returns, rows, following = rewards.clone(), turns[:, 0].tolist(), 0.0
+    for place in reversed(range(len(rows))):
+        last = place + 1 == len(rows) or rows[place] != rows[place + 1]
+        following = float(rewards[place]) + (0.0 if last else x.options.gamma * following)
+        returns[place] = following
+    state = torch.zeros(len(turns), dtype=torch.int64).index_copy_(0, turn, x.states[tokens])
+    answered = turns[:, 1] if x.options.gigpo_by == "turn" else state
+    _, same = torch.unique(torch.stack([x.groups[turns[:, 0]], answered], 1), dim=0, return_inverse=True)
+    among = Groups.of(same, x.scored[turns[:, 0]].double())
+    steps = torch.zeros_like(episodes).index_put_(tokens, compared(among, returns)[turn])
+    return episodes + torch.where(x.mask, x.options.gigpo_weight * steps, 0.0)
+
+
 def process_rewards(x: AdvantageInputs) -> Tensor:
     """Return beta (log pi_phi - log pi_ref) of sampled tokens, 0 elsewhere (arXiv:2502.01456, equation 3)."""
     assert x.process is not None and x.reference is not None, "prime needs a process reward model and a reference"
@@ -476,6 +514,7 @@ ADVANTAGES: dict[str, AdvantageFn] = {
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "gae": gae_advantage,
     "prime": prime,
+    "gigpo": gigpo,
     "optimal_token_baseline": optimal_token_baseline,
     "tir_optimal_token_baseline": tir_optimal_token_baseline,
 }

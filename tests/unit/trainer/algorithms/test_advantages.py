@@ -4,8 +4,10 @@ import dataclasses
 import itertools
 import math
 import random
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,7 +28,7 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig, PreferenceConf
 from rl_async.configs.schema.formulas import ADVANTAGES as TRAITS
 from rl_async.configs.schema.reward import RewardConfig, RewardTerm
 from rl_async.configs.schema.run import RunConfig
-from rl_async.messages import ToolCall, Trajectory, TrajectoryHeader, Turn, Version, VersionRun
+from rl_async.messages import Media, ToolCall, Trajectory, TrajectoryHeader, Turn, Version, VersionRun
 from rl_async.trainer.algorithms import advantages
 from rl_async.trainer.algorithms.advantages import (
     ADVANTAGES,
@@ -39,6 +41,7 @@ from rl_async.trainer.algorithms.advantages import (
 )
 from rl_async.trainer.algorithms.algorithm import padded_estimator
 from rl_async.trainer.algorithms.rows import Rows as Packed
+from rl_async.trainer.batches import turn_states
 from rl_async.trainer.finetune.loop import preference_losses
 from rl_async.trainer.train import batch_metrics, conversation_sums
 from rl_async.trainer.update import Precomputed, advantage_inputs, on_last_token
@@ -73,7 +76,7 @@ def random_inputs(seed: int, options: AdvantageOptions | None = None, unscored: 
         scored=torch.from_numpy(scored),
         row_weights=torch.from_numpy(weights),
         lengths=whole.sum(1).double(),
-        turns=torch.where(whole, 0, -1),
+        turns=torch.where(whole, (torch.arange(width) > 4).long(), -1),
         options=options or AdvantageOptions(),
         parts={"a": outcomes, "b": torch.from_numpy(draw.random(rows))},
         baselines=torch.from_numpy(draw.random(4))[torch.tensor(groups)],
@@ -81,6 +84,8 @@ def random_inputs(seed: int, options: AdvantageOptions | None = None, unscored: 
         logprobs=distributions.amax(2).log(),
         reference=distributions.amin(2).log() / 2,
         process=distributions.amin(2).log() / 3,
+        # One state of each of the two turns.
+        states=torch.from_numpy(draw.integers(0, 2, (rows, 2)).repeat([5, 4], axis=1)),
         sum_squares=(distributions**2).sum(2),
         importance=torch.from_numpy(draw.random((rows, width)) + 0.5),
     )
@@ -261,6 +266,28 @@ def prime(p: Plain) -> Rows:
     return p.whiten(result)
 
 
+def gigpo(p: Plain) -> Rows:
+    """Equations 3 and 6 to 8 of the paper, turn by turn."""
+    assert p.x.states is not None
+    steps = dict[tuple[int, int], tuple[tuple[int, int], float]]()
+    for i, tokens in enumerate(p.tokens):
+        numbers = sorted({int(p.x.turns[i, t]) for t in tokens})
+        earned = [sum(p.x.token_rewards[i, t].item() for t in tokens if p.x.turns[i, t] == n) for n in numbers]
+        for place, number in enumerate(numbers):
+            first = next(t for t in tokens if p.x.turns[i, t] == number)
+            value = sum(p.x.options.gamma**k * r for k, r in enumerate(earned[place:]))
+            steps[i, number] = (p.groups[i], int(p.x.states[i, first])), value
+    result = grpo(p)
+    for (i, number), (key, value) in steps.items():
+        among = [other for (j, _), (its, other) in steps.items() if its == key and p.scored[j]]
+        if not p.scored[i] or len(among) == 1:
+            continue
+        step = (value - np.mean(among)) / (np.std(among, ddof=1) + 1e-4) if len({*among}) > 1 else 0.0
+        for k, t in enumerate(p.tokens[i]):
+            result[i][k] += p.x.options.gigpo_weight * step * (p.x.turns[i, t] == number).item()
+    return result
+
+
 def token_baseline(p: Plain, *, by_column: bool) -> Rows:
     assert p.x.logprobs is not None and p.x.sum_squares is not None
     to_go, energy = p.to_go(), []
@@ -303,6 +330,7 @@ REFERENCES: dict[str, Callable[[Plain], Rows]] = {
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "gae": gae_reference,
     "prime": prime,
+    "gigpo": gigpo,
     "optimal_token_baseline": lambda p: token_baseline(p, by_column=True),
     "tir_optimal_token_baseline": lambda p: token_baseline(p, by_column=False),
 }
@@ -310,7 +338,7 @@ OPTIONS = AdvantageOptions(gamma=0.9, lam=0.8, gdpo_weights={"b": 0.5}, prime_be
 
 
 # The field that holds an input.
-NEEDED = {need: need for need in ("values", "sum_squares", "reference", "process")} | {"greedy": "baselines"}
+NEEDED = {need: need for need in ("values", "sum_squares", "reference", "process", "states")} | {"greedy": "baselines"}
 
 
 def test_rewards_for_length_are_the_papers() -> None:
@@ -408,11 +436,12 @@ def test_what_was_not_sampled_or_scored_does_not_matter(name: str) -> None:
 def test_padding_does_not_matter(name: str) -> None:
     x = random_inputs(13, OPTIONS)
 
-    def wider(value: object) -> object:
+    def wider(field: str) -> object:
+        value, nothing = getattr(x, field), -1 if field == "turns" else 0
         is_token_wise = isinstance(value, torch.Tensor) and value.dim() == 2
-        return torch.nn.functional.pad(value, (0, 3)) if is_token_wise else value  # type: ignore[arg-type]
+        return torch.nn.functional.pad(value, (0, 3), value=nothing) if is_token_wise else value
 
-    padded = AdvantageInputs(**{name: wider(getattr(x, name)) for name in x.__dataclass_fields__})  # type: ignore[arg-type]
+    padded = AdvantageInputs(**{field: wider(field) for field in x.__dataclass_fields__})  # type: ignore[arg-type]
     expected = ADVANTAGES[name](x)
     assert torch.equal(ADVANTAGES[name](padded)[:, :9], expected)
     rows = Packed(torch.arange(9).expand(x.mask.shape).where(x.mask, 0).amax(1) + 1)
@@ -429,7 +458,7 @@ def test_padding_does_not_matter(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [n for n, t in TRAITS.items() if t.compares_group and not t.needs & {"sum_squares", "process"}]
+    "name", [n for n, t in TRAITS.items() if t.compares_group and not t.needs & {"sum_squares", "process", "states"}]
 )
 def test_a_group_without_signal_teaches_nothing(name: str) -> None:
     x = random_inputs(14, OPTIONS)
@@ -611,7 +640,7 @@ def config(advantage: str = "remax") -> RunConfig:
 
 def inputs(made: Sequence[Trajectory], config: RunConfig) -> AdvantageInputs:
     """What an estimator sees of these rows."""
-    whole = whole_batch(made)
+    whole = whole_batch(made, with_states=True)
     return advantage_inputs(whole, Precomputed(proximal=whole.behaviour), None, config).padded()
 
 
@@ -1135,3 +1164,78 @@ def test_no_scored_row_is_no_error() -> None:
     headers = [header(scored=False)]
     assert advantages.shaped_rewards(headers, options).tolist() == [0.0]
     assert advantages.row_repeats(headers, options, 0, 0).tolist() == [1.0]
+
+
+def conversation(group: int, sample: int, reward: float, *played: tuple[str, float | None]) -> Trajectory:
+    """A row of turns of two tokens, each told something in one token before; the last one has the outcome, too."""
+    (row,) = make_rows(0, groups=1, samples=1)
+    turns, mask = list[Turn](), list[bool]()
+    for told, earned in played:
+        turns.append(Turn(role="user", text=told, start=len(mask), end=len(mask) + 1))
+        turns.append(Turn(role="assistant", text="", start=len(mask) + 1, end=len(mask) + 3, reward=earned))
+        mask += [False, True, True]
+    return msgspec.structs.replace(
+        row,
+        group_id=group,
+        sample=sample,
+        episode_id=f"{group}-{sample}",
+        token_ids=np.arange(len(mask), dtype=np.int32),
+        loss_mask=np.array(mask),
+        logprobs=np.zeros(len(mask), np.float32),
+        versions=[VersionRun(Version(0, 0), 0, sum(mask))],
+        turns=turns,
+        reward=reward,
+    )
+
+
+PLAYED = [
+    (0, 1.0, [("door", 0.5), ("hall", None), ("door", None)]),
+    (0, 0.0, [("door", None), ("cellar", 0.25)]),
+    (0, 0.0, [("door", None), ("hall", 1.0)]),
+    # In another group nothing is compared with the first.
+    (1, 1.0, [("door", None)]),
+    (1, 0.0, [("door", None), ("hall", None)]),
+]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("by", "std"), [("state", True), ("state", False), ("turn", True)])
+def test_gigpo_compares_the_turns_that_answer_the_same(by: str, std: bool, packed: bool) -> None:
+    """Against the paper's equations, turn by turn."""
+    made = [conversation(group, i, reward, *played) for i, (group, reward, played) in enumerate(PLAYED)]
+    options: dict[str, Any] = {"gamma": 0.9, "gigpo_weight": 0.5, "gigpo_by": by, "gigpo_std": std}
+    algorithm = AlgorithmConfig(advantage="gigpo", advantage_options=AdvantageOptions(**options))
+    settings = RunConfig(model=ModelConfig(path="none"), data=DataConfig(path="none"), algorithm=algorithm)
+    steps = list[tuple[int, int, object, float]]()  # row, turn, what it is compared by, return
+    for row, (group, reward, played) in enumerate(PLAYED):
+        earned = [given or 0.0 for _, given in played]
+        earned[-1] += reward
+        for turn, (told, _) in enumerate(played):
+            value = sum(0.9**k * r for k, r in enumerate(earned[turn:]))
+            steps.append((row, turn, (group, told if by == "state" else turn), value))
+    totals = [(group, reward + sum(given or 0.0 for _, given in played)) for group, reward, played in PLAYED]
+
+    def relative(value: float, among: list[float]) -> float:
+        if len(among) == 1:
+            return 0.0
+        centred = value - statistics.mean(among)
+        return centred / (statistics.stdev(among) + 1e-4) if std else centred
+
+    whole = whole_batch(made, with_states=True)
+    x = advantage_inputs(whole, Precomputed(proximal=whole.behaviour), None, settings)
+    got = whole.rows.pad_all(ADVANTAGES["gigpo"](x)) if packed else ADVANTAGES["gigpo"](x.padded())
+    for row, turn, key, value in steps:
+        group, total = totals[row]
+        episode = relative(total, [other for its, other in totals if its == group])
+        step = relative(value, [other for _, _, its, other in steps if its == key])
+        assert got[row][3 * turn : 3 * turn + 2].tolist() == pytest.approx([episode + 0.5 * step] * 2, rel=1e-12)
+    assert (got[~x.padded().mask] == 0).all()
+
+
+def test_a_state_is_what_was_told_since_the_turn_before_with_its_images() -> None:
+    row = conversation(0, 0, 0.0, ("door", None), ("hall", None), ("door", None))
+    first, second, third = (state for _, state in turn_states(row))
+    assert first == third != second
+    row.media = [Media(sha256="0" * 64, mime="image/png", position=6)]
+    assert [state for _, state in turn_states(row)][:2] == [first, second]
+    assert [state for _, state in turn_states(row)][2] != third
