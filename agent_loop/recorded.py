@@ -6,6 +6,7 @@ at a time, so every run over a recording trains the same rows in the same order.
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 
 import msgspec
 
@@ -40,7 +41,10 @@ class RecordedRunner:
 class AsRecorded:
     """Stands in for the reward service: recorded rows are scored."""
 
-    async def score(self, task: Task, trajectory: Trajectory, *others: Trajectory) -> None:
+    async def score(self, task: Task, trajectory: Trajectory, *others: Trajectory, alone: bool = True) -> None:
+        """Do nothing."""
+
+    async def compare(self, task: Task, episodes: Sequence[Sequence[Trajectory]]) -> None:
         """Do nothing."""
 
 

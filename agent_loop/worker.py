@@ -12,7 +12,7 @@ import asyncio
 import logging
 import re
 from collections import Counter
-from collections.abc import Awaitable, Coroutine, Mapping
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from rl_async.agent_loop import telemetry
@@ -54,7 +54,43 @@ class Runner(Protocol):
 class RewardScorer(Protocol):
     """Fills in a trajectory's reward, and gives it to the other rows of its episode."""
 
-    async def score(self, task: Task, trajectory: Trajectory, *others: Trajectory) -> None: ...
+    async def score(self, task: Task, trajectory: Trajectory, *others: Trajectory, alone: bool = True) -> None: ...
+
+    async def compare(self, task: Task, episodes: Sequence[Sequence[Trajectory]]) -> None:
+        """Add the part of the reward that compares episodes of a group."""
+        ...
+
+
+class Siblings:
+    """The samples of one lease, whose answers a judge compares once the last of them was played or has failed."""
+
+    def __init__(self, samples: int) -> None:
+        self._missing, self._complete = samples, asyncio.Event()
+        self._rows: list[list[Trajectory]] = []
+        self._comparing: asyncio.Task[None] | None = None
+
+    def arrive(self, rows: list[Trajectory] | None) -> None:
+        """Count a sample; one that failed has no rows."""
+        self._missing -= 1
+        self._rows += [rows] if rows else []
+        if not self._missing:
+            self._complete.set()
+
+    async def compared(self, rewards: RewardScorer, task: Task) -> None:
+        """Wait for all samples, and for the comparison of them, role by role, which the first caller starts."""
+        await self._complete.wait()
+        if self._comparing is None:
+            self._comparing = asyncio.create_task(self._compare(rewards, task), name="comparison")
+        # Cancelling one sample must not cancel the others' comparison.
+        await asyncio.shield(self._comparing)
+
+    async def _compare(self, rewards: RewardScorer, task: Task) -> None:
+        roles: dict[str, list[list[Trajectory]]] = {}
+        for rows in self._rows:
+            for those in by_role(rows):
+                roles.setdefault(those[0].role, []).append(those)
+        for episodes in roles.values():
+            await rewards.compare(task, episodes)
 
 
 LEASE_WAIT_S = 5.0
@@ -99,6 +135,8 @@ class AgentWorker:
         self._queue, self._runner, self._rewards = queue, runner, rewards
         self._agent, self._lease_s, self._group_size = config.agent, config.queue.lease_s, samples_per_group(config)
         self._replays = bool(config.rollout.replay)
+        judged = any(term.name == "judge" for term in config.reward.functions)
+        self._compares = judged and config.reward.judge is not None and config.reward.judge.compare
         self._slots = asyncio.Semaphore(config.agent.concurrency)
         # Samples that are leased and neither put nor failed.
         self._held: list[SampleKey] = []
@@ -147,9 +185,11 @@ class AgentWorker:
             if leased.finished:
                 return
             for group in leased.groups:
+                compared = self._compares and group.partition == "train"
+                siblings = Siblings(len(group.samples)) if compared else None
                 for sample in group.samples:
                     self._held.append((group.group_id, sample, group.attempt))
-                    self._spawn(tasks, self._play(group, sample), f"sample {group.group_id}.{sample}")
+                    self._spawn(tasks, self._play(group, sample, siblings), f"sample {group.group_id}.{sample}")
 
     async def _renew(self) -> None:
         """Renew the leases until cancelled; stop samples that were leased to another worker. Waits for the clock."""
@@ -160,35 +200,53 @@ class AgentWorker:
                     self._taken_back.add(playing)
                     playing.cancel()
 
-    async def _play(self, group: LeasedGroup, sample: int) -> None:
-        """Play one sample and put all its rows, or report its failure; do neither if the queue has taken it back."""
-        key, images = (group.group_id, sample, group.attempt), dict[str, bytes]()
+    async def _play(self, group: LeasedGroup, sample: int, siblings: Siblings | None) -> None:
+        """Play one sample and put all its rows, or report its failure; do neither if the queue has taken it back.
+
+        With ``siblings`` it waits for them in between, without a slot, which they may need.
+        """
+        key, images, rows = (group.group_id, sample, group.attempt), dict[str, bytes](), None
         try:
             async with self._slots:
-                rows = await self._played(key, group, sample, images)
-                if rows is None:
-                    self.refused += 1
-                    log.info("sample %d.%d was stopped: another worker plays it by now", group.group_id, sample)
-                    return
-                reply = None
-                if not isinstance(rows, str):
-                    try:
-                        reply = await self._queue.put(*rows, media=images)
-                        self.put += 1
-                    # A text that a user's loop put into them.
-                    except UnicodeEncodeError as error:
-                        rows = f"a text of its rows cannot be sent: {error}"
-                if isinstance(rows, str):
-                    reply = await self._queue.fail(group.group_id, sample, group.attempt, rows)
-                    self.failed += 1
-            if isinstance(reply, Refused):
-                self.refused += 1
-                log.info("sample %d.%d was refused: %s", group.group_id, sample, reply.reason)
-                if self._replays and reply.code not in OUTDATED:
-                    raise ConfigError(f"rollout.replay: the queue refused a recorded sample: {reply.reason}")
+                try:
+                    rows = await self._played(key, group, sample, images)
+                finally:
+                    if siblings is not None:
+                        siblings.arrive(rows if isinstance(rows, list) else None)
+                if siblings is None:
+                    await self._hand_in(group, sample, rows, images)
+            if siblings is not None:
+                if isinstance(rows, list):
+                    await siblings.compared(self._rewards, group.task)
+                await self._hand_in(group, sample, rows, images)
         finally:
             self._held.remove(key)
             self._less_work.set()
+
+    async def _hand_in(
+        self, group: LeasedGroup, sample: int, rows: list[Trajectory] | str | None, images: Mapping[str, bytes]
+    ) -> None:
+        """Put a sample's rows, or report the failure that they are; do neither with None."""
+        if rows is None:
+            self.refused += 1
+            log.info("sample %d.%d was stopped: another worker plays it by now", group.group_id, sample)
+            return
+        reply = None
+        if not isinstance(rows, str):
+            try:
+                reply = await self._queue.put(*rows, media=images)
+                self.put += 1
+            # A text that a user's loop put into them.
+            except UnicodeEncodeError as error:
+                rows = f"a text of its rows cannot be sent: {error}"
+        if isinstance(rows, str):
+            reply = await self._queue.fail(group.group_id, sample, group.attempt, rows)
+            self.failed += 1
+        if isinstance(reply, Refused):
+            self.refused += 1
+            log.info("sample %d.%d was refused: %s", group.group_id, sample, reply.reason)
+            if self._replays and reply.code not in OUTDATED:
+                raise ConfigError(f"rollout.replay: the queue refused a recorded sample: {reply.reason}")
 
     async def _played(
         self, key: SampleKey, group: LeasedGroup, sample: int, images: dict[str, bytes]
@@ -214,7 +272,8 @@ class AgentWorker:
                 rows = await self._runner.run(group, sample, images)
             for *others, last in by_role(rows):
                 with telemetry.of_reward(trace, last):
-                    await self._rewards.score(group.task, last, *others)
+                    alone = not self._compares or group.partition != "train"
+                    await self._rewards.score(group.task, last, *others, alone=alone)
             for row in rows:
                 row.traced = bool(trace)
             return rows

@@ -359,6 +359,8 @@ def judge(c: RunConfig) -> str | None:
         return None
     if "{response}" not in judge.template and "{conversation}" not in judge.template:
         return "reward.judge.template must contain {response} or {conversation}, else the judge sees nothing to grade"
+    if judge.compare and "{other}" not in judge.prompt:
+        return "reward.judge.template needs {other} where reward.judge.compare=true, else the judge sees one answer"
     if judge.highest <= judge.lowest:
         return f"reward.judge.highest={judge.highest:g} must be above reward.judge.lowest={judge.lowest:g}"
     return None
@@ -366,6 +368,8 @@ def judge(c: RunConfig) -> str | None:
 
 def extraction(c: RunConfig) -> str | None:
     for term in c.reward.functions:
+        if term.extract and term.name == "judge" and c.reward.judge is not None and c.reward.judge.compare:
+            return "reward.functions: extract has no effect on a judge that compares answers; leave it out"
         if term.extract and term.name == "reward_model":
             return "reward.functions: extract has no effect on reward_model, which reads the conversation; leave it out"
         if problem := chain_problem(term.extract):

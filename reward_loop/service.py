@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +28,15 @@ from rl_async.files import UNDECODABLE
 from rl_async.messages import Activity, Task, Trajectory
 from rl_async.process.http_auth import run_token
 from rl_async.process.role import own_module
-from rl_async.reward_loop.api import ENVIRONMENT, Conversation, Score, ScorerFailed, ScorerUnreachable, to_score
+from rl_async.reward_loop.api import (
+    ENVIRONMENT,
+    MOST_REASON,
+    Conversation,
+    Score,
+    ScorerFailed,
+    ScorerUnreachable,
+    to_score,
+)
 from rl_async.reward_loop.model_client import MINUTE_S, RateLimit
 from rl_async.reward_loop.scorer_process import LENGTH, Mode, ScoreReply, ScoreRequest, missed
 from rl_async.reward_loop.scorers.code import CodeScorer
@@ -317,6 +325,8 @@ class RewardService:
         if CODE_SCORER in {term.name for term in config.functions}:
             self._models[CODE_SCORER] = CodeScorer(config.code or CodeConfig(), make_sandbox(sandbox))
         served = {name: ScorerSpec(name, model.score, "served") for name, model in self._models.items()}
+        # Asked once the other answers of the group are there, if it compares answers.
+        self._judge = self._models.get("judge") if config.judge is not None and config.judge.compare else None
         self._terms = [(served.get(term.name) or get_scorer(term.name), term) for term in config.functions]
         blocking, awaited = (
             [spec.name for spec, _ in self._terms if spec.place == place] for place in ("process", "awaited")
@@ -337,18 +347,22 @@ class RewardService:
         for model in self._models.values():
             await model.close()
 
-    async def score(self, task: Task, trajectory: Trajectory, *others: Trajectory) -> None:
+    async def score(self, task: Task, trajectory: Trajectory, *others: Trajectory, alone: bool = True) -> None:
         """Fill in the trajectory's ``reward``, ``reward_parts``, ``reward_reasons`` and ``timings["reward"]``.
 
         When a scorer fails, or a reward is beyond ``reward.limit``, ``error`` names the scorer and the problem, and
         the trajectory is not ``scored``: its reward is 0 and no estimator learns from it. ``others`` are the rows of
         its episode without the last answer, which get the same score; their turns' rewards have the limit, too.
+
+        A judge that compares answers takes the ground truth for the other one. With ``alone`` false it is left out
+        until ``compare`` is called.
         """
         began, at = time.monotonic(), time.time()
         conversation = as_conversation(task, trajectory, self._said(trajectory))
-        outcomes = await gather_or_cancel(*(self._extracted(spec, term, conversation) for spec, term in self._terms))
+        terms = [(spec, term) for spec, term in self._terms if alone or self._judge is None or spec.name != "judge"]
+        outcomes = await gather_or_cancel(*(self._extracted(spec, term, conversation) for spec, term in terms))
         reward, errors, limit = 0.0, list[str](), self._config.limit
-        for (spec, term), outcome in zip(self._terms, outcomes):
+        for (spec, term), outcome in zip(terms, outcomes):
             problem = outcome if isinstance(outcome, str) else unbounded({"its score": outcome.value}, limit)
             if isinstance(outcome, str) or problem:
                 errors.append(f"reward {spec.name}: {problem}")
@@ -369,6 +383,51 @@ class RewardService:
         for row in others:
             row.reward, row.scored, row.error = trajectory.reward, trajectory.scored, trajectory.error
             row.reward_parts, row.reward_reasons = dict(trajectory.reward_parts), dict(trajectory.reward_reasons)
+
+    async def compare(self, task: Task, episodes: Sequence[Sequence[Trajectory]]) -> None:
+        """Add the judge's part to the rewards of a group's episodes, which ``score`` left out.
+
+        The last row of an episode has the answer. The part is the mean preference over the other answers. An episode
+        that could not be compared is not scored.
+        """
+        term = next(term for spec, term in self._terms if spec.name == "judge")
+        said = [as_conversation(task, rows[-1], self._said(rows[-1])) for rows in episodes]
+        said = [msgspec.structs.replace(each, solution_str=seen_by(term, each)) for each in said]
+        known = [place for place, rows in enumerate(episodes) if rows[-1].scored]
+        pairs = [(one, other) for one in known for other in known if one < other]
+        found = await gather_or_cancel(*(self._preference(said[one], said[other].solution_str) for one, other in pairs))
+        for place in known:
+            preferred = [
+                (score.value if place == one else 1 - score.value, score.reason)
+                for (one, other), score in zip(pairs, found, strict=True)
+                if place in (one, other) and isinstance(score, Score)
+            ]
+            failed = [
+                score for pair, score in zip(pairs, found, strict=True) if place in pair and isinstance(score, str)
+            ]
+            last = episodes[place][-1]
+            if preferred:
+                part = sum(value for value, _ in preferred) / len(preferred)
+                last.reward += term.weight * part
+                last.reward_parts["judge"] = part
+                last.reward_reasons["judge"] = "\n".join(reason for _, reason in preferred)[:MOST_REASON]
+            else:
+                why = failed[0] if failed else "no other answer of its group was there to compare it with"
+                last.reward, last.scored = 0.0, False
+                last.error = "; ".join(filter(None, [last.error, f"reward judge: {why}"]))
+            for row in episodes[place][:-1]:
+                row.reward, row.scored, row.error = last.reward, last.scored, last.error
+                row.reward_parts, row.reward_reasons = dict(last.reward_parts), dict(last.reward_reasons)
+
+    async def _preference(self, conversation: Conversation, other: str) -> Score | str:
+        """Return how far the judge prefers an answer to another, or the error as text."""
+        judge = self._judge
+        assert isinstance(judge, Judge)
+        try:
+            return await self._served("judge", lambda: judge.prefer(conversation, other))
+        # As for every scorer: whatever is raised fails this comparison alone.
+        except Exception as error:
+            return describe(error)
 
     def _said(self, trajectory: Trajectory) -> tuple[str, str] | None:
         """Read the reasoning and the answer of the last turn from its tokens; None without tokens or a reader."""
@@ -408,7 +467,7 @@ class RewardService:
             if spec.place == "inline":
                 return to_score(spec.function(conversation))
             if spec.place == "served":
-                return await self._served(spec, conversation)
+                return await self._served(spec.name, lambda: spec.function(conversation))
             async with self._slots:
                 await self._rate.wait()
                 if spec.place == "process":
@@ -418,7 +477,7 @@ class RewardService:
         except Exception as error:
             return describe(error)
 
-    async def _served(self, spec: ScorerSpec, conversation: Conversation) -> Score:
+    async def _served(self, name: str, ask: Callable[[], Awaitable[Score]]) -> Score:
         """Ask a server. While one that has answered before does not, wait for it, at most OUTAGE_S.
 
         The worker plays no more than ``agent.concurrency`` episodes meanwhile, so the run waits with it.
@@ -426,14 +485,14 @@ class RewardService:
         began = time.monotonic()
         while True:
             try:
-                return await spec.function(conversation)
+                return await ask()
             except ScorerUnreachable as error:
                 now = time.monotonic()
                 if now - began > OUTAGE_S:
                     raise
                 if now - self._warned > WARN_S:
                     self._warned = now
-                    log.warning("reward %s: %s; episodes wait for it, each at most %.0f s", spec.name, error, OUTAGE_S)
+                    log.warning("reward %s: %s; episodes wait for it, each at most %.0f s", name, error, OUTAGE_S)
             await asyncio.sleep(AGAIN_S)
 
 

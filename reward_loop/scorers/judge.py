@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from rl_async.concurrency import outcomes
+from rl_async.concurrency import gather_or_cancel, outcomes
 from rl_async.configs.schema.reward import JudgeConfig
 from rl_async.errors import UserError
 from rl_async.files import UNDECODABLE
@@ -120,14 +120,32 @@ class Judge:
     async def score(self, conversation: Conversation) -> Score:
         """Return the judge's score, scaled to [0, 1], with its own number as ``raw``, and its reason.
 
-        Raises ScorerFailed.
+        A judge that compares answers prefers this one or the ground truth. Raises ScorerFailed.
         """
-        body = self._body(conversation)
+        if not self._config.compare:
+            return await self._grade(conversation)
+        if not conversation.ground_truth:
+            raise ScorerFailed("has no other answer and no ground truth to compare this one with")
+        return await self.prefer(conversation, conversation.ground_truth)
+
+    async def _grade(self, conversation: Conversation, other: str = "") -> Score:
+        body = self._body(conversation, other)
         verdict = await (self._request(body) if self._verdicts is None else self._shared(body))
         if isinstance(verdict, ScorerFailed):
             raise verdict
         lowest, highest = self._config.lowest, self._config.highest
         return Score((verdict.score - lowest) / (highest - lowest), {"raw": verdict.score}, verdict.reason)
+
+    async def prefer(self, conversation: Conversation, other: str) -> Score:
+        """Return how far the judge prefers the conversation's answer to the text ``other``, from 0 to 1.
+
+        Both orders are asked, since judges favour a place (arXiv:2306.05685, section 3.4). Raises ScorerFailed.
+        """
+        swapped = msgspec.structs.replace(conversation, solution_str=other)
+        first, second = await gather_or_cancel(
+            self._grade(conversation, other), self._grade(swapped, conversation.solution_str)
+        )
+        return Score((first.value + 1 - second.value) / 2, reason=first.reason)
 
     async def close(self) -> None:
         """Cancel requests in flight, and close connections and the cache."""
@@ -187,12 +205,12 @@ class Judge:
             raise ScorerFailed(f"gave the score {verdict.score:g}, which is not from {lowest:g} to {highest:g}")
         return verdict
 
-    def _body(self, conversation: Conversation) -> dict[str, Any]:
+    def _body(self, conversation: Conversation, other: str) -> dict[str, Any]:
         config = self._config
         messages = [{"role": "system", "content": config.system}] if config.system else []
         body: dict[str, Any] = {
             "model": config.model,
-            "messages": [*messages, {"role": "user", "content": fill(config, conversation)}],
+            "messages": [*messages, {"role": "user", "content": fill(config, conversation, other)}],
             "temperature": config.temperature,
             "max_tokens": config.max_tokens,
         }
@@ -201,7 +219,7 @@ class Judge:
         return {key: value for key, value in (body | config.extra_body).items() if value is not None}
 
 
-def fill(config: JudgeConfig, conversation: Conversation) -> str:
+def fill(config: JudgeConfig, conversation: Conversation, other: str = "") -> str:
     """Fill the template's placeholders, all in one pass, so that a placeholder in a response stays text.
 
     Nor can a response close or open the tags of the template: ``</response>`` becomes ``&lt;/response>``.
@@ -216,10 +234,11 @@ def fill(config: JudgeConfig, conversation: Conversation) -> str:
         "lowest": f"{config.lowest:g}",
         "highest": f"{config.highest:g}",
     }
+    values |= {"other": other} if config.compare else {}
     placeholders = re.compile(rf"{{({'|'.join(values)})}}")
-    tags = "|".join(sorted(set(re.findall(r"</?([A-Za-z_][\w-]*)>", config.template)))) or r"(?!)"
+    tags = "|".join(sorted(set(re.findall(r"</?([A-Za-z_][\w-]*)>", config.prompt)))) or r"(?!)"
     tag = re.compile(rf"<(?=\s*/?\s*(?:{tags})\b)", re.IGNORECASE)
-    return placeholders.sub(lambda match: tag.sub("&lt;", values[match[1]]), config.template)
+    return placeholders.sub(lambda match: tag.sub("&lt;", values[match[1]]), config.prompt)
 
 
 def transcript(turns: Sequence[Turn]) -> str:

@@ -22,9 +22,20 @@ from rl_async.agent_loop.worker import (
     beginning,
 )
 from rl_async.configs.schema.queue import QueueConfig
-from rl_async.configs.schema.reward import RewardConfig
+from rl_async.configs.schema.reward import JudgeConfig, RewardConfig, RewardTerm
 from rl_async.errors import ConfigError, EngineLost, QueueLost
-from rl_async.messages import Done, Leased, LeasedGroup, Refused, Renewed, SampleKey, Trajectory, Version, VersionRun
+from rl_async.messages import (
+    Done,
+    Leased,
+    LeasedGroup,
+    Refused,
+    Renewed,
+    SampleKey,
+    Task,
+    Trajectory,
+    Version,
+    VersionRun,
+)
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from tests.conftest import make_rows
@@ -124,6 +135,36 @@ async def run(
         worker = AgentWorker(queue, EpisodeRunner(config, renderer, engine), rewards, config)
         await worker.run()
     return worker
+
+
+class Comparing:
+    """Counts calls; the greatest reward is compared with the least."""
+
+    def __init__(self) -> None:
+        self.scored, self.compared = 0, list[list[int]]()
+
+    async def score(self, task: Task, trajectory: Trajectory, *others: Trajectory, alone: bool = True) -> None:
+        assert not alone
+        self.scored += 1
+
+    async def compare(self, task: Task, episodes: Sequence[Sequence[Trajectory]]) -> None:
+        self.compared.append(sorted(rows[-1].sample for rows in episodes))
+        for rows in episodes:
+            rows[-1].reward = float(rows[-1].sample)
+
+
+JUDGED = RewardConfig(functions=(RewardTerm("judge"),), judge=JudgeConfig(url="http://x", model="m", compare=True))
+
+
+async def test_the_samples_of_a_lease_are_compared_once_and_need_no_slot_to_wait(renderer: ChatRenderer) -> None:
+    """With one slot, a sample that kept it would wait for the others forever. The engine fails sample 2."""
+    queue, rewards = FakeQueue([leased(samples=3), leased(samples=2)]), Comparing()
+    config = replace(run_config(loop="single_turn", concurrency=1), reward=JUDGED)
+    async with asyncio.timeout(20):
+        await AgentWorker(queue, EpisodeRunner(config, renderer, Engine(renderer)), rewards, config).run()
+    assert rewards.compared == [[0, 1], [0, 1]] and rewards.scored == 4
+    assert sorted(row.reward for row in queue.rows) == [0, 0, 1, 1]
+    assert [sample for _, sample, _ in queue.failures] == [2]
 
 
 class Unreadable:

@@ -204,6 +204,20 @@ USER = ["agent.environment=simulated_user", "agent.user={system: hi}"]
             [f"algorithm.teacher={{by_source: {{math: {{endpoint: {SERVED}}}}}}}", "rollout.temperature=0.5"],
             ["algorithm.teacher.by_source.math.endpoint", "rollout.temperature=0.5"],
         ),
+        (
+            [
+                "reward.functions=[{name: judge}]",
+                "reward.judge={url: u, model: m, compare: true, template: '{response}'}",
+            ],
+            ["reward.judge.template", "{other}"],
+        ),
+        (
+            [
+                "reward.functions=[{name: judge, extract: [boxed]}]",
+                "reward.judge={url: 'http://h', model: m, compare: true}",
+            ],
+            ["reward.functions", "judge"],
+        ),
         (["algorithm.teacher={path: m, top_k: 8}"], ["algorithm.teacher.top_k", "sampled"]),
         (["algorithm.teacher={hint: think}"], ["algorithm.teacher.hint", "{ground_truth}"]),
         (

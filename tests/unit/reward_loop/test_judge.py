@@ -5,19 +5,22 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from rl_async.configs.schema.reward import JudgeConfig, RewardConfig, RewardTerm
 from rl_async.errors import ConfigError, UserError
-from rl_async.messages import Turn
+from rl_async.messages import Task, Trajectory, Turn
 from rl_async.reward_loop import service as service_module
 from rl_async.reward_loop.api import Conversation, ScorerFailed
 from rl_async.reward_loop.model_client import RateLimit
 from rl_async.reward_loop.scorers.judge import Judge, Verdicts, fill
 from rl_async.reward_loop.service import VERDICTS_FILE, RewardService
+from tests.conftest import make_rows
 from tests.unit.reward_loop.outside import DEEP, Answer, Outside, says, verdict
 from tests.unit.reward_loop.rows import score
 
+TASK = Task(task_id="t", data_source="unit", prompt=[], ground_truth="42")
 KEY = "sk-very-secret-1234"
 
 
@@ -325,3 +328,58 @@ async def test_retries_count_against_the_rate(monkeypatch: pytest.MonkeyPatch) -
     async with Outside(Answer("", 503), Answer("", 503), verdict(5)) as server:
         await judged(server, "42", per_minute=1000)
     assert waits == [0, 1, 2], "each request waits for its turn"
+
+
+def prefers_longer(body: dict[str, Any]) -> Answer:
+    """A judge of lengths which also favours the first place by 1 of 10."""
+    text = body["messages"][-1]["content"]
+    first, second = (text.split(f"<{tag}>\n")[1].split(f"\n</{tag}>")[0] for tag in ("response", "other"))
+    return verdict(str(6 + 2 * ((len(first) > len(second)) - (len(first) < len(second)))))
+
+
+def episode(answer: str, **more: Any) -> list[Trajectory]:
+    """Two rows of an episode, of which the last one has the answer."""
+    turns = [Turn(role="user", text="Say much."), Turn(role="assistant", text=answer)]
+    return [msgspec.structs.replace(make_rows(0)[0], turns=turns, reward=0.0, segment=i, **more) for i in range(2)]
+
+
+async def compared(server: Outside, *answers: str, **more: Any) -> list[list[Trajectory]]:
+    episodes = [episode(answer) for answer in answers]
+    terms = (RewardTerm("judge", weight=2.0), RewardTerm("exact_answer"))
+    judge = config(server, compare=True, cache="memory", attempts=1, **more)
+    async with RewardService(RewardConfig(functions=terms, judge=judge)) as service:
+        for first, last in episodes:
+            await service.score(TASK, last, first, alone=False)
+            assert "judge" not in last.reward_parts and last.scored
+        await service.compare(TASK, episodes)
+    return episodes
+
+
+async def test_an_answers_part_is_the_mean_preference_over_the_others_in_both_orders() -> None:
+    async with Outside(*[prefers_longer] * 6) as server:
+        episodes = await compared(server, "long answer", "short", "shorter")
+        assert len(server.asked) == 6
+    # 8 and 4 of 10 in the two orders, of which the place makes 1.
+    assert [last.reward_parts["judge"] for _, last in episodes] == pytest.approx([0.7, 0.3, 0.5])
+    assert [last.reward for _, last in episodes] == pytest.approx([1.4, 0.6, 1.0])
+    for first, last in episodes:
+        assert (first.reward, first.reward_parts, first.scored) == (last.reward, last.reward_parts, True)
+
+
+async def test_an_answer_that_no_comparison_reached_is_not_scored() -> None:
+    async with Outside(Answer({"error": "too long"}, status=400), Answer({"error": "too long"}, status=400)) as server:
+        episodes = await compared(server, "a", "b")
+    assert not any(row.scored for rows in episodes for row in rows)
+    assert "reward judge: " in episodes[0][-1].error
+    async with Outside() as server:
+        ((_, alone),) = await compared(server, "a")
+    assert not alone.scored and alone.reward == 0
+
+
+async def test_an_answer_alone_is_compared_with_the_ground_truth() -> None:
+    async with Outside(*[prefers_longer] * 2) as server:
+        judge = Judge(config(server, compare=True), None)
+        assert (await judge.score(conversation("long answer"))).value == pytest.approx(0.7)
+        with pytest.raises(ScorerFailed, match="ground truth"):
+            await judge.score(msgspec.structs.replace(conversation(), ground_truth=""))
+        await judge.close()
