@@ -316,6 +316,10 @@ def unrewarded(c: RunConfig) -> str | None:
     )
 
 
+# Environments whose user is a language model.
+MODELLED_USERS = ("simulated_user", "collaborative_user")
+
+
 def servers(c: RunConfig) -> str | None:
     """Require the sections of the scorers that ask a server, and URLs and names of variables without secrets."""
     used = {term.name for term in c.reward.functions}
@@ -326,8 +330,11 @@ def servers(c: RunConfig) -> str | None:
     if "environment" in used and c.agent.environment is None:
         return "reward.functions: environment is the reward that agent.environment gives; name that, or another scorer"
     model, judge, user = c.reward.model, c.reward.judge, c.agent.user
-    if (c.agent.environment == "simulated_user") != (user is not None):
-        return "agent.environment=simulated_user and agent.user, with the user's role in system, need one another"
+    if (c.agent.environment in MODELLED_USERS) != (user is not None):
+        return (
+            f"agent.environment={' or '.join(MODELLED_USERS)} and agent.user, with the user's role in system, need one "
+            "another"
+        )
     if user is not None and bool(user.url) != bool(user.model):
         return "agent.user.url and agent.user.model name a server and its model; leave both out for the policy itself"
     if user is not None and user.highest <= user.lowest:
@@ -777,10 +784,10 @@ def _environment_hosts(c: RunConfig) -> str | None:
         return None
     if c.agent.environment is None:
         return "agent.environment_hosts hold the environments of agent.environment; name one, or leave them out"
-    if c.agent.environment == "simulated_user":
+    if c.agent.environment in MODELLED_USERS:
         return (
-            "agent.environment_hosts cannot hold agent.environment=simulated_user, whose model the worker asks; leave "
-            "them out"
+            f"agent.environment_hosts cannot hold agent.environment={c.agent.environment}, whose models the worker "
+            "asks; leave them out"
         )
     if c.agent.environment_hosts.python:
         return (

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rl_async.agent_loop.environments.built_in import Customer, Grid, ScriptedUser, Shop, SimulatedUser
+from rl_async.agent_loop.environments.collaborative import CollaborativeUser
 from rl_async.agent_loop.environments.harbor import harbor_tasks
 from rl_async.agent_loop.environments.seeded import Gymnasium, OpenEnv, PettingZoo, ReasoningGym, text_arena
 from rl_async.agent_loop.environments.session import GameSession, Session, call_user, check_opponents
@@ -48,6 +49,7 @@ ENVIRONMENTS: dict[str, EnvironmentFactory] = {
     "order": Customer,
     "scripted_user": ScriptedUser,
     "simulated_user": SimulatedUser,
+    "collaborative_user": CollaborativeUser,
 }
 ADAPTERS = {
     "gymnasium": Adapter(_with_name(Gymnasium), "gymnasium", "pip install gymnasium", by_seed=True),

@@ -125,7 +125,7 @@ USER = "agent.user"
 
 
 class Services:
-    """One for each worker. Without ``chat`` and ``generator`` the policy plays no user.
+    """One for each worker. Without ``chat`` and ``generator`` the policy says nothing.
 
     Raises ConfigError if the environment lacks the API key of ``agent.user``.
     """
@@ -135,6 +135,11 @@ class Services:
         self._sandbox: Sandbox | None = None
         user = config.agent.user
         self.user: Speaker | None = None
+        # The policy in its own role, in conversations that nothing is learned from.
+        self.policy: Speaker | None = None
+        if chat is not None and generator is not None:
+            sampling = SpeakerConfig(temperature=config.rollout.temperature, max_tokens=config.rollout.max_tokens)
+            self.policy = PolicySpeaker(sampling, "rollout", config.rollout, chat, generator)
         if user is not None and user.url:
             self.user = ServedSpeaker(user, USER)
         elif user is not None and chat is not None and generator is not None:

@@ -228,7 +228,10 @@ class AgentConfig(Config, frozen=True):
     ] = None
     user: Annotated[
         UserConfig | None,
-        doc("The language model behind the environment simulated_user (docs/how-to/environments.md)."),
+        doc(
+            "The language model behind the environments simulated_user and collaborative_user "
+            "(docs/how-to/environments.md)."
+        ),
     ] = None
     opponents: Annotated[
         dict[str, SpeakerConfig],

@@ -195,3 +195,49 @@ async def test_a_task_without_wishes_is_refused(orders: ChatRenderer) -> None:
         state = {key: value for key, value in LEMONS.state.items() if key != wish}
         with pytest.raises(DataError, match=wish):
             await play_order(orders, LEMONS._replace(state=state), [])
+
+
+async def test_an_answer_is_worth_the_mean_score_of_the_conversations_that_go_on_from_it(
+    renderer: ChatRenderer,
+) -> None:
+    """The user outside answers by what it reads; the policy's answers are "2", then "3", "4" and "5" in futures."""
+    asked = list[list[str]]()
+
+    def user(body: dict[str, Any]) -> Answer:
+        heard = [message["content"] for message in body["messages"]]
+        asked.append(heard)
+        if heard[-1] == "How good?":
+            # The number that the policy said last.
+            return says(heard[-3])
+        return says("more?" if heard[-1] != "9" else "[DONE]")
+
+    engine = ScriptedEngine(renderer, ["2", "4", "6", "9"])
+    async with Outside(*[user] * 12) as server:
+        options = {"samples": 2, "turns": 2, "word_penalty": 0.01}
+        settings = UserConfig(
+            system=ROLE, backoff_s=0.01, url=f"{server.url}/v1", model="m", score="How good?", max_concurrent=1
+        )
+        config = run_config(
+            environment="collaborative_user", environment_options=options, user=settings, max_turns=2, max_tokens=250
+        )
+        runner = EpisodeRunner(config, renderer, engine)
+        try:
+            (row,) = await runner.run(leased(extra=WISH), 0)
+        finally:
+            await runner.close()
+    first, second = (turn for turn in row.turns if turn.role == "assistant")
+    assert (first.text, second.text) == ("2", "9")
+    # Two futures say 4 and 6 after the first answer, two words each; the second one ends all that follow.
+    assert first.reward == pytest.approx((0.4 + 0.6) / 2 - 0.02)
+    assert second.reward == pytest.approx(0.9 - 0.01)
+    assert [turn.text for turn in row.turns] == ["what is 2+3?", "2", "more?", "9"]
+    assert row.loss_mask.sum() == sum(turn.end - turn.start for turn in (first, second))
+
+
+@pytest.mark.parametrize("options", [{"samples": 0}, {"turns": 0}, {"word_penalty": -1.0}, {"future": 1}])
+async def test_options_of_futures_are_checked(renderer: ChatRenderer, options: dict[str, Any]) -> None:
+    config = run_config(
+        environment="collaborative_user", environment_options=options, user=UserConfig(system=ROLE), max_turns=2
+    )
+    with pytest.raises(ConfigError, match=r"agent\.environment_options"):
+        await play(config, renderer, ["5"])
