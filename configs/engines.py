@@ -6,10 +6,13 @@ of a kind. To add a kind: its EngineTraits here, its name in ``EngineKind`` and 
 library, since the processes of vLLM and SGLang, in their own environments, read it too.
 """
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+
+from rl_async.errors import ConfigError
 
 
 def in_range(version: str, wanted: str) -> bool:
@@ -38,6 +41,12 @@ def numbers_of(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
+def _flag_of(word: str) -> str:
+    """Return the name of a flag in a word of a command line. Underscores before its first dot are dashes to engines."""
+    name, dot, rest = word.partition("=")[0].partition(".")
+    return name.replace("_", "-") + dot + rest
+
+
 PARALLEL = ("rollout.tensor_parallel", "rollout.pipeline_parallel", "rollout.expert_parallel")
 
 
@@ -63,6 +72,8 @@ class EngineTraits:
         sleep_flags: Flags on a GPU that the trainer uses too.
         memory_flags: Flags, and the attributes of the plan's EngineMemory that give their values.
         expert_flags: Flags if rollout.expert_parallel is more than 1.
+        float32_logits: A flag and its value, perhaps empty, that have logits summed in float32 on a GPU. A value is a
+            JSON object, which goes below the user's own.
         variables: Variables of its environment.
         cpu_variables: Further variables on a CPU.
         quantization: Flags for each value of rollout.quantization that it knows, apart from none: weights in 8 bits.
@@ -102,6 +113,7 @@ class EngineTraits:
     sleep_flags: tuple[str, ...] = ()
     memory_flags: Mapping[str, str] = field(default_factory=dict)
     expert_flags: tuple[str, ...] = ()
+    float32_logits: tuple[str, str] | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
     cpu_variables: Mapping[str, str] = field(default_factory=dict)
 
@@ -136,9 +148,39 @@ class EngineTraits:
         """``fixed_flags`` as words of a command line."""
         return tuple(word for flag in self.fixed_flags.items() for word in flag if word)
 
+    def with_float32_logits(self, given: Sequence[str]) -> tuple[str, ...]:
+        """Return ``rollout.engine_args`` with ``float32_logits``, unless they say otherwise.
+
+        vLLM takes the last ``--hf-overrides``, and adds dotted ones to it (``--hf-overrides.KEY VALUE``). So ours is
+        part of the user's last object, or is dotted beside dotted ones. Raises ConfigError for an object that is none.
+        """
+        if self.float32_logits is None:
+            return tuple(given)
+        flag, value = self.float32_logits
+        places = [n for n, word in enumerate(given) if _flag_of(word) == flag]
+        dotted = [word for word in given if _flag_of(word).startswith(f"{flag}.")]
+        if not value:
+            return tuple(given) if places else (*given, flag)
+        ours: dict[str, str] = json.loads(value)
+        if dotted:
+            theirs = {_flag_of(word).removeprefix(f"{flag}.") for word in dotted}
+            added = [word for key, one in ours.items() if key not in theirs for word in (f"{flag}.{key}", one)]
+            return (*given, *added)
+        if not places:
+            return (*given, flag, value)
+        at, words = places[-1], list(given)
+        joined = "=" in words[at]
+        try:
+            theirs_object = json.loads(words[at].partition("=")[2] if joined else words[at + 1])
+            merged = json.dumps(ours | theirs_object)
+        except (ValueError, TypeError, IndexError) as error:
+            raise ConfigError(f"rollout.engine_args: {flag} must be followed by a JSON object: {error}") from error
+        words[at : at + (1 if joined else 2)] = [flag, merged]
+        return tuple(words)
+
     def refusal(self, argument: str) -> str:
         """Return why ``rollout.engine_args`` may not contain this word; empty if it may."""
-        flag = argument.partition("=")[0].replace("_", "-")
+        flag = _flag_of(argument)
         if key := "rollout.expert_parallel" if flag in self.expert_flags else self.flags.get(flag):
             return f"use {key}"
         if flag in self.replaced_flags:
@@ -251,6 +293,9 @@ VLLM = EngineTraits(
     cpu_sleeps=False,
     route_flags=("--enable-return-routed-experts",),
     expert_flags=("--enable-expert-parallel",),
+    # The product of the head sums in float32 and stays there, without a float32 copy of its weight (vllm
+    # model_executor/layers/logits_processor.py). A CPU build would make that copy in each step.
+    float32_logits=("--hf-overrides", '{"head_dtype": "float32"}'),
     cpu_variables={
         # Otherwise every vLLM takes the same cores and ignores launcher.threads.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -293,6 +338,7 @@ SGLANG = EngineTraits(
         *("--watermark-key", "--watermark-config", "--watermark-default-enabled", "--watermark-enforce-all"),
     ),
     memory_flags={"--mem-fraction-static": "static_share"},
+    float32_logits=("--enable-fp32-lm-head", ""),
     # The process group meets on this machine; the host name may resolve to an interface that is down or filtered.
     variables={"GLOO_SOCKET_IFNAME": "lo"},
     transports=("gloo", "nccl"),

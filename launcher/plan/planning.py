@@ -281,7 +281,11 @@ def _argv(
         argv += (*traits.adapter_flags, str(min(size for size in traits.adapter_ranks if size >= rank)))
     if config.rollout.quantization != "none":
         argv += traits.quantization[config.rollout.quantization]
-    return (config.rollout.python or argv[0], *argv[1:], *config.rollout.engine_args)
+    given = config.rollout.engine_args
+    # In float32 the logits are float32 anyway.
+    if on_gpu and config.model.dtype != "float32":
+        given = traits.with_float32_logits(given)
+    return (config.rollout.python or argv[0], *argv[1:], *given)
 
 
 REWARD_MODEL = "reward-model"

@@ -338,6 +338,41 @@ def test_vllm_on_a_gpu_that_the_trainer_uses_too_can_sleep() -> None:
     assert "--enable-sleep-mode" not in plan(config, RUN).engines[0].argv
 
 
+@pytest.mark.parametrize(
+    ("kind", "given", "argv"),
+    [
+        ("vllm", [], ["--hf-overrides", '{"head_dtype": "float32"}']),
+        ("vllm", ["--hf-overrides", '{"a": 1}'], ["--hf-overrides", '{"head_dtype": "float32", "a": 1}']),
+        ("vllm", ['--hf_overrides={"a": 1}', "--x"], ["--hf-overrides", '{"head_dtype": "float32", "a": 1}', "--x"]),
+        ("vllm", ["--hf-overrides", '{"head_dtype": "model"}'], ["--hf-overrides", '{"head_dtype": "model"}']),
+        ("vllm", ["--hf-overrides.a_b=1"], ["--hf-overrides.a_b=1", "--hf-overrides.head_dtype", "float32"]),
+        ("vllm", ["--hf-overrides.head_dtype", "model"], ["--hf-overrides.head_dtype", "model"]),
+        ("sglang", ["--page-size", "16"], ["--page-size", "16", "--enable-fp32-lm-head"]),
+        ("sglang", ["--enable_fp32_lm_head"], ["--enable_fp32_lm_head"]),
+    ],
+)
+def test_engines_on_gpus_sum_logits_in_float32_beside_a_users_own_overrides(
+    kind: str, given: list[str], argv: list[str]
+) -> None:
+    overrides = [f"rollout.engine={kind}", f"rollout.engine_args={json.dumps(given)}"]
+    of_bfloat16 = float32_config("calculator", [*overrides, "model.dtype=bfloat16"])
+    [engine] = plan(of_bfloat16, RUN, gpus=2).engines
+    assert list(engine.argv[-len(argv) :]) == argv
+    assert sum("head" in word for word in engine.argv) == 1
+    [in_float32] = plan(float32_config("calculator", overrides), RUN, gpus=2).engines
+    assert list(in_float32.argv[len(in_float32.argv) - len(given) :]) == given
+    if kind == "vllm":
+        [on_cpu] = plan(of_bfloat16, RUN).engines
+        assert list(on_cpu.argv[len(on_cpu.argv) - len(given) :]) == given, "a copy of the head in each step"
+
+
+@pytest.mark.parametrize("given", [["--hf-overrides"], ["--hf-overrides", "[1]"], ["--hf-overrides={"]])
+def test_overrides_that_are_no_object_are_refused(given: list[str]) -> None:
+    overrides = ["rollout.engine=vllm", f"rollout.engine_args={json.dumps(given)}", "model.dtype=bfloat16"]
+    with pytest.raises(ConfigError, match="rollout.engine_args: --hf-overrides"):
+        plan(float32_config("calculator", overrides), RUN, gpus=2)
+
+
 def test_sglang_is_started_by_its_own_python_with_our_shell_around_it() -> None:
     overrides = ["rollout.engine=sglang", "rollout.python=/venv/bin/python"]
     [engine] = plan(
