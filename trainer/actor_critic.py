@@ -381,9 +381,9 @@ def model_flops(
     if it ``recomputes`` log-probabilities before the epochs. A separate critic takes a forward pass before the epochs
     and both passes in each. A reference takes one forward pass, and so do teachers together, which divide the rows.
     Padding, and layers recomputed for the backward pass, do not count (Chowdhery et al., arXiv:2204.02311, appendix B:
-    MFU, not hardware utilisation); a prompt computed once for several rows counts once. ``RowCost`` has the formulas of
-    a row and of a vision tower, to which the images ``shown`` go in every forward pass, and in backward passes unless it
-    is frozen.
+    MFU, not hardware utilisation); a prompt computed once for several rows counts once. ``RowCost`` has the formulas
+    of a row and of a vision tower, to which the images ``shown`` go in every forward pass, and in backward passes
+    unless it is frozen.
     """
     shares = models.row_cost.shares_prefixes
 
