@@ -8,6 +8,7 @@ version of vLLM is needed here. ``WeightTransfer`` is our transport, which ``plu
 """
 
 import hashlib
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +35,9 @@ from rl_async.weight_sync.protocol import InitInfo, UpdateInfo, of_worker
 from rl_async.weight_sync.receiver import AdapterLoader, Assembler, WeightReceiver
 
 Box = tuple[tuple[int, int], ...]
+# Methods of speculation without weights of their own.
+WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
+log = logging.getLogger("rl_async.vllm")
 
 
 def worker_number(parallel: Any) -> int:
@@ -162,6 +166,11 @@ class WeightTransfer(WeightTransferEngine):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
+        guesses = self.vllm_config.speculative_config
+        if guesses is not None and guesses.method not in WITHOUT_WEIGHTS:
+            log.warning(
+                "updates do not reach the weights that guess tokens (%s): they fit less and less", guesses.method
+            )
         loader = None
         if self.vllm_config.lora_config is not None:
             # Every worker reads the files once, before the first update asks for the name.
