@@ -15,6 +15,8 @@ from operator import itemgetter
 from typing import Any
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 
 from rl_async.process.http_auth import App, Receive, Scope, Send
 from rl_async.weight_sync.protocol import FinishUpdateBody
@@ -37,36 +39,33 @@ class WeightVersions:
         """Answer or pass the request on. The update counts once vLLM has answered 200."""
         match (scope.get("method"), scope.get("path")):
             case ("GET", "/weight_info"):
-                await _reply({"weight_version": HELD[-1][1]}, scope, receive, send)
+                await JSONResponse({"weight_version": HELD[-1][1]})(scope, receive, send)
             case ("POST", "/weight_checker"):
                 found = await scope["app"].state.engine_client.collective_rpc("weight_checksums")
-                await _reply({"checksums": {k: v for worker in found for k, v in worker.items()}}, scope, receive, send)
+                await JSONResponse({"checksums": {k: v for worker in found for k, v in worker.items()}})(
+                    scope, receive, send
+                )
             case ("POST", "/finish_weight_update"):
                 await self._finish(scope, receive, send)
             case _:
                 await self._app(scope, receive, send)
 
     async def _finish(self, scope: Scope, receive: Receive, send: Send) -> None:
-        from starlette.requests import Request
-
-        request = Request(scope, receive)
-        body = await request.body()
+        body = await Request(scope, receive).body()
+        try:
+            version = msgspec.json.decode(body, type=FinishUpdateBody).weight_version
+        except msgspec.MsgspecError as error:
+            return await JSONResponse({"error": str(error)}, 400)(scope, receive, send)
 
         async def again() -> dict[str, Any]:
             return {"type": "http.request", "body": body}
 
         async def note(message: Any) -> None:
             if message["type"] == "http.response.start" and message["status"] == 200:
-                HELD.append((time.monotonic(), msgspec.json.decode(body, type=FinishUpdateBody).weight_version))
+                HELD.append((time.monotonic(), version))
             await send(message)
 
         await self._app(scope, again, note)
-
-
-async def _reply(content: object, scope: Scope, receive: Receive, send: Send) -> None:
-    from starlette.responses import JSONResponse
-
-    await JSONResponse(content)(scope, receive, send)
 
 
 class Tokens(list[int]):
