@@ -14,6 +14,9 @@ from typing import Literal
 
 from rl_async.errors import ConfigError
 
+# The tokens in each part of a vLLM engine's answer; at most this many are lost with an engine.
+STREAM_INTERVAL = 16
+
 
 def in_range(version: str, wanted: str) -> bool:
     """Whether a version is in a range of pyproject.toml: ``>=A.B``, ``<A.B``, ``==A.B.*``, ``==A.B.C``, or several,

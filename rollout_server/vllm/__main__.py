@@ -10,10 +10,9 @@ import sys
 from importlib.util import find_spec
 
 from rl_async import tracing
-from rl_async.configs.engines import VLLM
+from rl_async.configs.engines import STREAM_INTERVAL, VLLM
 from rl_async.process.http_auth import check_token
 from rl_async.process.role import join_supervisor
-from rl_async.rollout_server.vllm.client import STREAM_INTERVAL
 
 FENCE = "rl_async.rollout_server.fence.LineageFence"
 EVERYTHING, TRACES = tracing.VARIABLES

@@ -24,6 +24,7 @@ import numpy as np
 
 from rl_async import tracing
 from rl_async.concurrency import to_the_end
+from rl_async.configs.engines import STREAM_INTERVAL
 from rl_async.errors import EngineError, EngineLost, EngineRejected, SchemaRejected
 from rl_async.messages import Version
 from rl_async.rollout_server.api import (
@@ -173,8 +174,6 @@ TOKENS = (
     "vllm:prefix_cache_hits_total",
 )
 GENERATE = "/inference/v1/generate"
-# The tokens in each part of an answer; at most this many are lost with an engine.
-STREAM_INTERVAL = 16
 # Messages of engines about a schema contain one of these words.
 _SCHEMA_WORDS = re.compile("grammar|schema|structured.?output", re.IGNORECASE)
 # vLLM prefixes the ids of GENERATE with this, and aborts only by the full id.

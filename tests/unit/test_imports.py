@@ -138,7 +138,7 @@ PROVIDED = {
 def test_inside_an_engine_only_what_it_brings_is_imported() -> None:
     """rl-async is installed there without its dependencies, and with those of ``installation.BESIDE_ENGINES``."""
     left = [ROOT / "rollout_server" / name for name in ("sglang/__main__.py", "vllm/__main__.py")]
-    left += [ROOT / "rollout_server/vllm" / f"{name}.py" for name in ("int8", "plugin", "slices")]
+    left += [ROOT / "rollout_server/vllm" / f"{name}.py" for name in ("int8", "old_servers", "plugin", "slices")]
     inside, foreign = set(left), set[str]()
     while left:
         path = left.pop()
@@ -148,7 +148,7 @@ def test_inside_an_engine_only_what_it_brings_is_imported() -> None:
         inside |= reached
         left += reached
     assert ROOT / "weight_sync/receiver.py" in inside
-    engines = {"vllm", "sglang", "uvicorn"}
+    engines = {"vllm", "sglang", "starlette", "uvicorn"}
     assert foreign - engines == PROVIDED | set(installation.BESIDE_ENGINES)
 
 

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from rl_async.configs.engines import STREAM_INTERVAL
 from rl_async.messages import EngineList, EngineRecord, Sampling, Version, VersionRun
 from rl_async.rollout_server import pool as pool_module
 from rl_async.rollout_server.api import EngineLoad, GenerateRequest, GenerateResult
 from rl_async.rollout_server.pool import EnginePool
-from rl_async.rollout_server.vllm.client import STREAM_INTERVAL, VllmEngine
+from rl_async.rollout_server.vllm.client import VllmEngine
 from tests.contracts.engines.engine_peers import ATTEMPTS, Peer, running
 from tests.contracts.engines.engine_weights import differences, errors, scaled, send, tensors
 from tests.support.rounding import PlainPass

@@ -61,9 +61,7 @@ def test_images_are_read_by_models_with_a_tower_of_a_known_family(tmp_path: Path
         ("qwen3_5", "yes, rows packed"),
     ],
 )
-def test_the_model_is_built_to_say_what_trains_it(
-    kind: str, said: str, model_folder: Path, tmp_path: Path
-) -> None:
+def test_the_model_is_built_to_say_what_trains_it(kind: str, said: str, model_folder: Path, tmp_path: Path) -> None:
     config_of(kind).save_pretrained(tmp_path)
     PreTrainedTokenizerFast.from_pretrained(model_folder).save_pretrained(tmp_path)
     found = facts(tmp_path)

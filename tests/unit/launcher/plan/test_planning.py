@@ -369,7 +369,7 @@ def test_engines_on_gpus_sum_logits_in_float32_beside_a_users_own_overrides(
 @pytest.mark.parametrize("given", [["--hf-overrides"], ["--hf-overrides", "[1]"], ["--hf-overrides={"]])
 def test_overrides_that_are_no_object_are_refused(given: list[str]) -> None:
     overrides = ["rollout.engine=vllm", f"rollout.engine_args={json.dumps(given)}", "model.dtype=bfloat16"]
-    with pytest.raises(ConfigError, match="rollout.engine_args: --hf-overrides"):
+    with pytest.raises(ConfigError, match=r"rollout\.engine_args: --hf-overrides"):
         plan(float32_config("calculator", overrides), RUN, gpus=2)
 
 

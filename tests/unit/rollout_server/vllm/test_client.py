@@ -13,13 +13,13 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from rl_async.configs.engines import STREAM_INTERVAL
 from rl_async.errors import EngineLost, EngineRejected, SchemaRejected, TrainerReplaced
 from rl_async.messages import Sampling, Version, VersionRun
 from rl_async.rollout_server.api import EngineLoad, EngineTokens, GenerateRequest, GenerateResult, Image, join
 from rl_async.rollout_server.vllm.client import (
     PREEMPTIONS,
     ROUTED_BY,
-    STREAM_INTERVAL,
     TOKENS,
     Coalescer,
     PendingRequest,
