@@ -1,6 +1,7 @@
 """Make tiny vision-language models of every family with random weights, and drawings for them."""
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,9 @@ def save_vision_model(family: str, folder: Path, **text: Any) -> None:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     image_processor(family).save_pretrained(folder)
+    if family in ("idefics3", "smolvlm"):
+        # Processors of whole prompts read this; the tower has 4 x 4 patches a tile, of which 2 x 2 are a token.
+        (folder / "processor_config.json").write_text(json.dumps({"image_seq_len": 4}))
 
 
 def drawing(seed: int, width: int = 40, height: int = 24, form: str = "PNG", mode: str = "RGB") -> bytes:

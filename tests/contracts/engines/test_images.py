@@ -37,6 +37,8 @@ SERVED = [
     ("embedded", "qwen2_5_vl"),
     pytest.param(("vllm", "qwen2_5_vl"), marks=pytest.mark.nightly),
     pytest.param(("vllm", "qwen3_vl"), marks=pytest.mark.slow),
+    pytest.param(("vllm", "idefics3"), marks=pytest.mark.slow),
+    pytest.param(("vllm", "smolvlm"), marks=pytest.mark.slow),
 ]
 
 
@@ -46,8 +48,9 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     kind, family = request.param
     folder = tmp_path_factory.mktemp(family)
     save_vision_model(family, folder, num_attention_heads=2, num_key_value_heads=1, head_dim=32)
-    if kind == "vllm" and subprocess.run([vllm_python(), "-c", "import torchvision"], capture_output=True).returncode:
-        pytest.skip("vLLM reads images with torchvision, which is not here; install it with scripts/install vllm")
+    lacking = "import torchvision, num2words" if family == "smolvlm" else "import torchvision"
+    if kind == "vllm" and subprocess.run([vllm_python(), "-c", lacking], capture_output=True).returncode:
+        pytest.skip(f"vLLM's processor does not `{lacking}` here; use an environment of scripts/install vllm")
     return kind, folder
 
 
