@@ -499,7 +499,8 @@ class NotReady(Reply):
 
 
 class Reserved(Reply):
-    """The batch of a step or an evaluation: headers ordered by (group, sample, segment), and tasks by group.
+    """The batch of a step or an evaluation: headers ordered by (group, sample, segment), and tasks by group, without
+    their images.
 
     ``failed`` samples of an evaluation, (group, sample), were given up.
     """

@@ -208,7 +208,7 @@ class Batches:
         return m.Reserved(
             step=step,
             headers=[header for group in groups for header in group.headers()],
-            tasks={group.group_id: group.task for group in groups},
+            tasks={group.group_id: _without_images(group.task) for group in groups},
         )
 
     def commit(self, step: int) -> m.Done | m.Refused:
@@ -457,6 +457,14 @@ class Batches:
         self._book.next_step, self._retired, self._resumed = state.next_step, state.retired, state.resumed
 
 
+def _without_images(task: m.Task) -> m.Task:
+    """Leave out the bytes of images, which the answers for all ranks would carry; those of rows are fetched."""
+    if not any("images" in message for message in task.prompt):
+        return task
+    prompt = [{key: value for key, value in message.items() if key != "images"} for message in task.prompt]
+    return msgspec.structs.replace(task, prompt=prompt)
+
+
 class EvalRound(msgspec.Struct):
     """One evaluation: a round over the held-out tasks."""
 
@@ -508,7 +516,7 @@ class EvalRounds:
         return m.Reserved(
             step=eval_id,
             headers=[header for group in groups for header in group.headers()],
-            tasks={group.group_id: group.task for group in groups},
+            tasks={group.group_id: _without_images(group.task) for group in groups},
             failed=[(group.group_id, index) for group in groups for index, s in enumerate(group.samples) if s.dead],
         )
 

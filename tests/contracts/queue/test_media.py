@@ -125,6 +125,7 @@ def test_images_of_a_task_are_kept_once_with_it(kept: RunningQueue, trainer: Syn
             row, media = illustrated(group, sample, *drawn, IMAGE)
             assert trainer.put(row, media=media) == m.Done()
     batch = trainer.reserve(0, WAIT_S)
+    assert not any("images" in message for task in batch.tasks.values() for message in task.prompt)
     rows = trainer.fetch([header.key for header in batch.headers])
     media = trainer.fetch_media(rows)
     assert [media[each.sha256] for each in rows[0].media] == [*drawn, IMAGE]
