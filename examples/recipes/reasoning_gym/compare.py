@@ -59,15 +59,15 @@ def write_puzzles(config: RunConfig, seeds: Sequence[int], name: str) -> tuple[P
 
 
 def warm_start(config: RunConfig, path: Path) -> None:
-    """Write demonstrations of which half are wrong, and train the tiny model on them, unless it is there."""
+    """Write demonstrations of which some are wrong, and train the tiny model on them, unless it is there."""
     draw = random.Random(0)
-    write_puzzles(config, range(64), "test")
+    held_out, _, _ = write_puzzles(config, range(64), "test")
     talks = []
-    for row in write_puzzles(config, range(64, 4096), "demos")[2]:
-        said = row["reward_model"]["ground_truth"] if draw.random() < 0.5 else str(draw.randint(0, 20))
+    for row in write_puzzles(config, range(64, 8192), "demos")[2]:
+        said = row["reward_model"]["ground_truth"] if draw.random() < 0.85 else str(draw.randint(0, 20))
         talks.append({"messages": [*row["prompt"], {"role": "assistant", "content": said}]})
     pq.write_table(pa.Table.from_pylist(talks), DATA / "demos.parquet")
-    subprocess.run([RL_ASYNC, "sft", "--config", str(path)], check=True)
+    subprocess.run([RL_ASYNC, "sft", "--config", str(path), f"data.path={held_out}"], check=True)
 
 
 def train_ours(path: Path, steps: int, seed: int, tasks: Path, run: Path) -> dict[str, Any]:
