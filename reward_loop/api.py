@@ -43,11 +43,15 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Score(msgspec.Struct, frozen=True):
-    """``value`` enters the reward; ``extra`` and ``reason``, for people, are only recorded."""
+    """``value`` enters the reward; ``extra`` and ``reason``, for people, are only recorded.
+
+    ``turns`` are the parts of it that belong to the assistant's turns before the last one, in order.
+    """
 
     value: float
     extra: dict[str, float] = {}
     reason: str = ""
+    turns: tuple[float, ...] = ()
 
     def named(self, name: str) -> dict[str, float]:
         """Return all numbers as entries of ``Trajectory.reward_parts``, below the scorer's name."""

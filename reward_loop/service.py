@@ -362,11 +362,16 @@ class RewardService:
         terms = [(spec, term) for spec, term in self._terms if alone or self._judge is None or spec.name != "judge"]
         outcomes = await gather_or_cancel(*(self._extracted(spec, term, conversation) for spec, term in terms))
         reward, errors, limit = 0.0, list[str](), self._config.limit
+        answered = [turn for turn in trajectory.turns if turn.role == "assistant"]
         for (spec, term), outcome in zip(terms, outcomes):
             problem = outcome if isinstance(outcome, str) else unbounded({"its score": outcome.value}, limit)
             if isinstance(outcome, str) or problem:
                 errors.append(f"reward {spec.name}: {problem}")
                 continue
+            # An episode of several rows gets all of it at its end.
+            for turn, part in zip(answered if not others else [], outcome.turns):
+                turn.reward = (turn.reward or 0.0) + term.weight * part
+                reward -= term.weight * part
             reward += term.weight * outcome.value
             trajectory.reward_parts |= outcome.named(spec.name)
             trajectory.reward_reasons |= outcome.reasons(spec.name)

@@ -71,6 +71,12 @@ class RewardModelConfig(Config, frozen=True):
     api_key_env: Annotated[
         str, doc("NAME of the environment variable with the API key of url, which is stored nowhere; empty: no key.")
     ] = ""
+    steps: Annotated[
+        bool,
+        doc(
+            "Scores the conversation after each turn of the policy, too; a turn's reward is what it adds to the score."
+        ),
+    ] = False
     timeout_s: Annotated[Seconds, doc("Deadline of one scoring, retries included.")] = 30.0
     max_concurrent: Annotated[Positive, doc("Concurrent requests per worker.")] = 64
     batch_size: Annotated[Positive, doc("Own server: conversations per forward pass.")] = 32

@@ -7,6 +7,7 @@ output, without an activation. AutoTokenizer would import torch, so this uses Pr
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import msgspec
 from transformers import PreTrainedTokenizerFast
 
 from rl_async import tracing
-from rl_async.concurrency import off_loop
+from rl_async.concurrency import gather_or_cancel, off_loop
 from rl_async.configs.schema.reward import RewardModelConfig
 from rl_async.errors import ConfigError
 from rl_async.files import UNDECODABLE
@@ -92,6 +93,7 @@ class RewardModel:
         if not base:
             raise ConfigError("reward.model.url: no server runs the reward model here; give the URL of one")
         self._name, self._is_own = config.name or config.path, not config.url
+        self._steps = config.steps
         self._encoder = ConversationEncoder(load_tokenizer(config.path, "reward.model.path"))
         self._poster = Poster(
             f"{base.rstrip('/')}/classify",
@@ -104,9 +106,21 @@ class RewardModel:
         )
 
     async def score(self, conversation: Conversation) -> Score:
-        """Return the model's output for the whole conversation. Raises ScorerFailed."""
-        size = sum(len(turn.text) for turn in conversation.turns)
-        token_ids = await off_loop(size, self._encoder.ids, as_messages(conversation.turns))
+        """Return the model's output for the whole conversation. Raises ScorerFailed.
+
+        With ``reward.model.steps`` its ``turns`` are the differences between outputs after one turn of the policy and
+        the next, the first to 0: rewards that shape by a potential, whose sum stays the whole output (Ng et al., 1999).
+        """
+        turns = conversation.turns
+        ends = [place + 1 for place, turn in enumerate(turns) if turn.role == "assistant"]
+        if not self._steps or len(ends) < 2:
+            return Score(await self._output(turns))
+        outputs = await gather_or_cancel(*(self._output(turns[:end]) for end in [*ends[:-1], len(turns)]))
+        return Score(outputs[-1], turns=tuple(b - a for a, b in pairwise([0.0, *outputs[:-1]])))
+
+    async def _output(self, turns: Sequence[Turn]) -> float:
+        size = sum(len(turn.text) for turn in turns)
+        token_ids = await off_loop(size, self._encoder.ids, as_messages(turns))
         above = tracing.above() if self._is_own else ""
         raw = await self._poster.post(_Classify(self._name, token_ids), {tracing.HEADER: above} if above else None)
         try:
@@ -115,7 +129,7 @@ class RewardModel:
             raise ScorerFailed(f"{self._poster.url} did not answer with a classification: {error}") from error
         if len(data) != 1 or len(data[0].probs) != 1 or not math.isfinite(data[0].probs[0]):
             raise ScorerFailed(f"{self._poster.url} answered {data!r:.200}, not one number; has the model one label?")
-        return Score(data[0].probs[0])
+        return data[0].probs[0]
 
     async def close(self) -> None:
         """Close the connections to the server."""

@@ -14,7 +14,7 @@ from rl_async.process.http_auth import make_tokens, run_token
 from rl_async.reward_loop.scorers.reward_model import ConversationEncoder, load_tokenizer
 from rl_async.reward_loop.service import RewardService
 from tests.unit.reward_loop.outside import DEEP, Answer, Outside
-from tests.unit.reward_loop.rows import score
+from tests.unit.reward_loop.rows import score, task, trajectory
 
 TERMS = (RewardTerm(name="reward_model", weight=2.0),)
 
@@ -97,3 +97,32 @@ async def test_answers_that_are_no_reward_mark_the_trajectory(folder: str, answe
             row = await score(service, "42")
     assert not row.scored and row.reward == 0.0
     assert row.error.startswith("reward reward_model: ") and said in row.error
+
+
+async def test_with_steps_a_turn_is_worth_what_it_adds_to_the_score(folder: str) -> None:
+    encoder = ConversationEncoder(load_tokenizer(folder, "test"))
+    called = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "call"}]
+
+    def judged(body: dict[str, Any]) -> Answer:
+        return classified(0.75 if body["input"] == encoder.ids(called) else 0.5)
+
+    async with Outside(judged, judged) as server:
+        config = RewardConfig(functions=TERMS, model=RewardModelConfig(path=folder, url=server.url, steps=True))
+        async with RewardService(config) as service:
+            row = await score(service, "42")
+            assert len(server.asked) == 2
+            single = await score(service, "42", turns=[row.turns[0], row.turns[1]])
+    first, last = (turn for turn in row.turns if turn.role == "assistant")
+    assert (first.reward, last.reward, row.reward) == (1.5, None, -0.5)
+    assert row.reward_parts == {"reward_model": 0.5}
+    assert single.reward == 1.5 and len(server.asked) == 3
+
+
+async def test_an_episode_of_several_rows_has_its_score_at_its_end(folder: str) -> None:
+    async with Outside(classified(0.25), classified(0.5)) as server:
+        config = RewardConfig(functions=TERMS, model=RewardModelConfig(path=folder, url=server.url, steps=True))
+        async with RewardService(config) as service:
+            row, other = trajectory("42"), trajectory("42")
+            await service.score(task(), row, other)
+    assert not any(turn.reward for turn in row.turns + other.turns)
+    assert row.reward == other.reward
