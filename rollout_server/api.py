@@ -57,6 +57,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     json_schema: str = ""
     # The first token whose experts are wanted, if the engine records them.
     routed_from: int = 0
+    # So many of the likeliest tokens are wanted for each sampled one; SGLang gives none.
+    alternatives: int = 0
     # The parent (W3C) of the engine's spans. Without one, the engine adds no spans.
     traceparent: str = ""
 
@@ -87,6 +89,8 @@ class GenerateResult(msgspec.Struct, frozen=True, kw_only=True):
     engine: str = ""
     # Set if the engine records experts.
     routes: Routes | None = None
+    # For each sampled token the likeliest ones and their log-probabilities, likeliest first, if they were asked for.
+    alternatives: list[list[tuple[int, float]]] = []
 
 
 class EngineTokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,15 +168,22 @@ class IncomingAnswer:
         self._prompt, self._routed_from = len(request.token_ids), request.routed_from
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
+        self._alternatives: list[list[tuple[int, float]]] = []
         # The number of tokens in earlier parts.
         self._returned = 0
 
-    def add(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+    def add(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        alternatives: Sequence[list[tuple[int, float]]] = (),
+    ) -> None:
         """Append sampled tokens. Raises EngineRejected unless each has one log-probability."""
         if len(logprobs) != len(tokens):
             raise EngineRejected(f"{self._url} answered without one log-probability per sampled token")
         self._tokens += tokens
         self._logprobs += logprobs
+        self._alternatives += alternatives
 
     def part(
         self, spans: Sequence[Span], finish_reason: FinishReason, experts: np.ndarray | None = None
@@ -200,6 +211,7 @@ class IncomingAnswer:
             versions=[VersionRun(r.version, max(r.start, start) - start, r.end - start) for r in runs if r.end > start],
             finish_reason=finish_reason,
             routes=None if experts is None else self._routes(experts),
+            alternatives=self._alternatives[start:],
         )
 
     def _routes(self, experts: np.ndarray) -> Routes:
@@ -236,6 +248,7 @@ def join(first: GenerateResult, second: GenerateResult) -> GenerateResult:
         finish_reason=second.finish_reason,
         # The routes of the last part cover all tokens.
         routes=second.routes or first.routes,
+        alternatives=first.alternatives + second.alternatives,
     )
 
 

@@ -52,6 +52,10 @@ from rl_async.transfer_queue.client import QueueClient
 
 CONFIG = "config.yaml"
 ANSWER_S = 10.0
+# The likeliest tokens that are shown in the place of each sampled one.
+ALTERNATIVES = 5
+# A sampled token less likely than this is shown with its alternatives in the terminal.
+DOUBTFUL = 0.9
 # The length of a conversation with a model folder, unless the model or the config says less.
 LONGEST = 8192
 T = TypeVar("T")
@@ -61,12 +65,14 @@ class Said(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A part of an answer, in order of arrival.
 
     ``text`` is what was sampled since the last part. At the end of a turn, ``tokens`` are all of its tokens with their
-    log-probabilities, ``version`` are the weights that sampled the last of them, and ``finish`` says why it ended.
+    log-probabilities, ``alternatives`` the likeliest tokens in the place of each, where the engine tells them,
+    ``version`` are the weights that sampled the last of them, and ``finish`` says why it ended.
     ``call`` is a tool's name, with its arguments and result.
     """
 
     text: str = ""
     tokens: list[tuple[str, float]] = []
+    alternatives: list[list[tuple[str, float]]] = []
     version: str = ""
     finish: str = ""
     call: str = ""
@@ -87,7 +93,8 @@ class _Reporting:
 
     async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult:
         """Sample a continuation, as the source does."""
-        self.newest = await self._source.generate(request, session=session, heard=self.heard)
+        asked = msgspec.structs.replace(request, alternatives=ALTERNATIVES)
+        self.newest = await self._source.generate(asked, session=session, heard=self.heard)
         return self.newest
 
 
@@ -179,8 +186,10 @@ class Conversation:
             return finish
         heard(result.token_ids)
         version = f"{result.versions[-1].version}" if self._subject.live else ""
-        tokens = list(zip(token_texts(result.token_ids, self._subject.decode), result.logprobs, strict=True))
-        tell(Said(tokens=tokens, version=version, finish=finish))
+        decode = self._subject.decode
+        tokens = list(zip(token_texts(result.token_ids, decode), result.logprobs, strict=True))
+        alternatives = [[(decode([token]), logprob) for token, logprob in place] for place in result.alternatives]
+        tell(Said(tokens=tokens, alternatives=alternatives, version=version, finish=finish))
         return finish
 
 
@@ -415,7 +424,10 @@ class Chats:
         self._held = None
 
 
-HELP = "/new begins a new conversation, /p shows the tokens of each answer with their probabilities, Ctrl-D ends"
+HELP = (
+    "/new begins a new conversation, /p shows the tokens of each answer with their probabilities, and the likeliest "
+    "ones where they were in doubt, Ctrl-D ends"
+)
 
 
 def chat(
@@ -506,6 +518,11 @@ def _loop_of_a_thread() -> Iterator[RunsCoroutines]:
         loop.close()
 
 
+def shown(token: str) -> str:
+    """Return a token's text in quotes, in which spaces and line breaks are seen."""
+    return json.dumps(printable(token), ensure_ascii=False)
+
+
 class _Printer:
     """Prints an answer part by part."""
 
@@ -527,6 +544,10 @@ class _Printer:
                         Text(printable(text)), Text(f"[{math.exp(logprob):.2f}]", "dim"), sep="", end="", soft_wrap=True
                     )
                 print_()
+                for (text, logprob), place in zip(said.tokens, said.alternatives):
+                    if math.exp(logprob) < DOUBTFUL:
+                        others = "  ".join(f"{shown(other)} {math.exp(its):.2f}" for other, its in place)
+                        say(console, f"  {shown(text)} {math.exp(logprob):.2f}  of  {others}")
             cut = "" if said.finish == "stop" else f"ended by {said.finish}"
             note = ", ".join(filter(None, [cut, f"weights {said.version}" if said.version else ""]))
             if note:

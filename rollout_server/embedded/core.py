@@ -74,6 +74,9 @@ class Sequence:
     matcher: Matcher | None = None
     stuck: str = ""
     logprobs: list[float] = field(default_factory=list)
+    # So many of the likeliest tokens are recorded for each sample.
+    alternatives: int = 0
+    likeliest: list[list[tuple[int, float]]] = field(default_factory=list)
     # Each version with the number of its first sampled token.
     runs: list[tuple[str, int]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -660,7 +663,12 @@ class EngineCore:
         """Sample a token for each sequence, under its grammar if it has one."""
         for row, reason in restrict(logits, [sequence.matcher for sequence in batch]).items():
             batch[row].stuck = reason
-        return sampler.sample(logits)
+        distribution = sampler.distribution(logits)
+        for row, sequence in enumerate(batch):
+            if sequence.alternatives:
+                found = distribution[row].topk(min(sequence.alternatives, distribution.shape[1]))
+                sequence.likeliest.append(list(zip(found.indices.tolist(), found.values.tolist(), strict=True)))
+        return sampler.draw(distribution)
 
     def _append(self, batch: list[Sequence], tokens: Tensor, logprobs: Tensor) -> list[Sequence]:
         self.sampled_tokens += len(batch)

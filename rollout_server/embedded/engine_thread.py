@@ -344,6 +344,7 @@ class LocalEngine:
             max_tokens=request.max_tokens,
             stop_token_ids=frozenset(request.stop_token_ids),
             seed=request.seed,
+            alternatives=request.alternatives,
             deliver=deliver,
             progress=progress if heard is not None else None,
         )
@@ -359,6 +360,7 @@ class LocalEngine:
             logprobs=done.logprobs,
             versions=[VersionRun(Version(), 0, len(done.logprobs))],
             finish_reason=done.finish_reason,
+            alternatives=done.likeliest,
         )
 
     def close(self) -> None:

@@ -53,15 +53,21 @@ class Sampler:
     def sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Sample from logits [N, V]; return token ids int64 [N] and log-probabilities float32 [N].
 
-        The log-probability is that of the processed distribution: temperature, then top-k, top-p, min-p. A row with
-        temperature 0 takes the most likely token and reports its log-probability at temperature 1.
+        A row with temperature 0 takes the most likely token and reports its log-probability at temperature 1.
         """
+        return self.draw(self.distribution(logits))
+
+    def distribution(self, logits: Tensor) -> Tensor:
+        """Return the log-probabilities [N, V] after processing: temperature, then top-k, top-p, min-p."""
         logits = logits.float()
         if self._temperature is not None:
             logits = logits / self._temperature
         if self._truncates:
             logits = self._truncate(logits)
-        logprobs = torch.log_softmax(logits, -1)
+        return torch.log_softmax(logits, -1)
+
+    def draw(self, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+        """Take a token of each row of a ``distribution``; return token ids and log-probabilities [N]."""
         if self._all_greedy:
             tokens = logprobs.argmax(-1)
         else:

@@ -76,8 +76,8 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
-    # Only the log-probability of the sampled token is supported.
-    logprobs: Literal[0] | None = 0
+    # The number of likeliest tokens that are told beside each sampled one.
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = 0
     # The number of samples.
     n: Annotated[int, Meta(ge=1)] = 1
     # The tokens in each part of a stream.
@@ -126,11 +126,14 @@ def delta(sequence: Sequence, start: int, end: int) -> dict[str, object]:
     The engine's thread may be appending samples, so nothing beyond ``end`` is read.
     """
     tokens, logprobs = sequence.sampled[start:end], sequence.logprobs[start:end]
+    content: list[dict[str, object]] = [{"token_id": t, "logprob": p} for t, p in zip(tokens, logprobs, strict=True)]
+    for item, likeliest in zip(content, sequence.likeliest[start:end], strict=False):
+        item["top_logprobs"] = [{"token_id": t, "logprob": p} for t, p in likeliest]
     return {
         "index": sequence.index,
         "finish_reason": None,
         "token_ids": tokens,
-        "logprobs": {"content": [{"token_id": t, "logprob": p} for t, p in zip(tokens, logprobs, strict=True)]},
+        "logprobs": {"content": content},
         "weight_versions": [{"version": v, "start": s, "end": e} for v, s, e in sequence.spans(end)],
     }
 
@@ -401,6 +404,7 @@ class EngineServer:
                 stream_interval=params.stream_interval,
                 matcher=None if matcher is None else matcher.copy(),
                 routed_from=params.routed_experts_prompt_start,
+                alternatives=params.logprobs or 0,
                 traceparent=traceparent,
             )
             for index in range(params.n)

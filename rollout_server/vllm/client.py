@@ -245,8 +245,21 @@ class _GenerateBody(msgspec.Struct):
     stream: bool = True
 
 
+class _Alternative(msgspec.Struct):
+    """A likely token; older versions of vLLM give its text alone."""
+
+    logprob: float
+    token_id: int = -1
+
+
 class _Logprob(msgspec.Struct):
     logprob: float
+    top_logprobs: list[_Alternative] = []
+
+    def alternatives(self) -> list[tuple[int, float]]:
+        """Return the likeliest tokens, likeliest first; vLLM puts the sampled one before the others."""
+        known = [(one.token_id, one.logprob) for one in self.top_logprobs if one.token_id >= 0]
+        return sorted(known, key=lambda one: -one[1])
 
 
 class _Logprobs(msgspec.Struct):
@@ -366,8 +379,9 @@ class VllmEngine:
                     continue
                 for choice in self._choices(line.removeprefix(b"data: "), len(group)):
                     pending, answer = group[choice.index], answers[choice.index]
-                    logprobs = [item.logprob for item in choice.logprobs.content] if choice.logprobs else []
-                    answer.add(choice.token_ids, logprobs)
+                    content = choice.logprobs.content if choice.logprobs else []
+                    asked = [item.alternatives() for item in content] if request.alternatives else []
+                    answer.add(choice.token_ids, [item.logprob for item in content], asked)
                     ended = choice.finish_reason is not None
                     if ended or choice.weight_versions is not None:
                         experts = self._experts(choice.routed_experts)
@@ -516,8 +530,7 @@ def _body(request: GenerateRequest, samples: int) -> _GenerateBody:
         sampling_params=_SamplingBody(
             max_tokens=request.max_tokens,
             temperature=sampling.temperature,
-            # Log-probabilities of the sampled tokens only.
-            logprobs=0,
+            logprobs=request.alternatives,
             stop_token_ids=request.stop_token_ids,
             top_p=sampling.top_p,
             top_k=sampling.top_k,

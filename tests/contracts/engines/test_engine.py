@@ -168,6 +168,21 @@ async def test_greedy_and_stop_tokens(engine: VllmEngine, model_folder: Path) ->
     assert again.finish_reason == "stop"
 
 
+async def test_the_likeliest_tokens_in_each_place_are_told(engine: VllmEngine, model_folder: Path) -> None:
+    request = ask(max_tokens=4, alternatives=3, sampling=Sampling(temperature=0.7))
+    got = await engine.generate(request)
+    rows = torch.log_softmax(
+        reference(model_folder, request.token_ids + got.token_ids)[len(request.token_ids) - 1 : -1].double() / 0.7, -1
+    )
+    assert len(got.alternatives) == len(got.token_ids)
+    for row, place in zip(rows, got.alternatives, strict=True):
+        likeliest = row.topk(3)
+        # vLLM names the sampled token in place of the last one.
+        assert [token for token, _ in place][:2] == likeliest.indices.tolist()[: len(place)][:2]
+        assert [logprob for _, logprob in place][:2] == pytest.approx(likeliest.values.tolist()[:2], abs=1e-3)
+    assert not (await engine.generate(ask())).alternatives
+
+
 async def test_requests_in_flight_go_on_with_the_new_weights(engine: VllmEngine, model_folder: Path) -> None:
     weights = tensors(model_folder, 1.5)
     requests = [ask(max_tokens=LONG) for _ in range(4)]

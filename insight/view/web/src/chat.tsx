@@ -9,6 +9,7 @@ import { PlainText } from "./tokens";
 interface Part {
   text?: string;
   tokens?: [string, number][];
+  alternatives?: [string, number][][];
   version?: string;
   finish?: string;
   call?: string;
@@ -115,7 +116,7 @@ function Answer({ parts, colour, waiting }: { parts: Part[]; colour: boolean; wa
     return (
       <article class="turn assistant" key={index}>
         <header><b>assistant</b>{notes && <span class="quiet">{notes}</span>}</header>
-        {colour && part.tokens ? <div class="text">{part.tokens.map(([token, logprob], at) => <Likely key={at} text={token} chance={Math.exp(logprob)} />)}</div> : <PlainText text={whole} />}
+        {colour && part.tokens ? <div class="text">{part.tokens.map(([token, logprob], at) => <Likely key={at} text={token} chance={Math.exp(logprob)} others={part.alternatives?.[at] ?? []} />)}</div> : <PlainText text={whole} />}
       </article>
     );
   });
@@ -127,7 +128,8 @@ function Answer({ parts, colour, waiting }: { parts: Part[]; colour: boolean; wa
   );
 }
 
-// A token, the darker the less likely it was.
-function Likely({ text, chance }: { text: string; chance: number }) {
-  return <span class="likely" title={`probability ${number(chance)}`} style={{ background: `color-mix(in srgb, var(--bad) ${Math.round(60 * (1 - chance))}%, transparent)` }}>{visible(text)}</span>;
+// A token, the darker the less likely it was; pointing at it shows the likeliest tokens in its place.
+function Likely({ text, chance, others }: { text: string; chance: number; others: [string, number][] }) {
+  const lines = others.map(([other, logprob]) => `${number(Math.exp(logprob))}  ${JSON.stringify(visible(other))}`);
+  return <span class="likely" title={[`probability ${number(chance)}`, ...(lines.length ? ["the likeliest here:"] : []), ...lines].join("\n")} style={{ background: `color-mix(in srgb, var(--bad) ${Math.round(60 * (1 - chance))}%, transparent)` }}>{visible(text)}</span>;
 }

@@ -112,8 +112,12 @@ def test_lines_of_standard_input_are_answered(
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("a\n/p\n\n/new\na\n"))
     assert main(["chat", str(model), "--greedy", "rollout.max_tokens=8"]) == 0
-    # Only the tokens of the second answer are shown with their probabilities.
-    assert 1 <= len(re.findall(r"\[[01]\.\d\d\]", capsys.readouterr().out)) <= 8
+    # Only the tokens of the second answer are shown with their probabilities, and what else was likely.
+    shown = capsys.readouterr().out
+    assert 1 <= len(re.findall(r"\[[01]\.\d\d\]", shown)) <= 8
+    doubtful = re.findall(r'^  ".*?" ([01]\.\d\d)  of  ".*?" ([01]\.\d\d)  "', shown, re.MULTILINE)
+    # A greedy answer takes the likeliest token.
+    assert doubtful and all(taken == likeliest for taken, likeliest in doubtful)
 
 
 async def test_the_page_continues_a_conversation_and_says_what_prevents_it(
