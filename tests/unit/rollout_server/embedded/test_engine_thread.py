@@ -217,7 +217,7 @@ def test_weights_that_are_pickles_are_not_read(tmp_path: Path, model_folder: Pat
         {"min_p": 1.5},
         {"temperature": -1.0},
         {"n": 0},
-        {"logprobs": 5},
+        {"logprobs": 21},
         {"topp": 0.5},
     ],
     ids=str,
