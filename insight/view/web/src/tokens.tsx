@@ -6,6 +6,7 @@ import { number, tokenLabel, visible } from "./format";
 import type { Tokens, Turn } from "./types";
 
 export const CHUNK = 400; // tokens that are drawn together
+const FOLDED = 8; // equal tokens of an image that are shown one by one
 const CLIP = 20000; // characters of a text that are shown at first
 
 export type Property = "trained" | "weight" | "ratio" | "logprob" | "trained_logprob" | "difference" | "version" | "staleness" | "advantage" | "none";
@@ -107,6 +108,13 @@ interface SpanProps {
   choose: (at: number) => void;
 }
 
+// The end of the tokens from ``at`` on that are shown as one: an image is hundreds of equal ones, which nothing sampled.
+function runEnd(tokens: Tokens, at: number, to: number): number {
+  let end = at + 1;
+  while (end < to && tokens.id[end] === tokens.id[at] && tokens.version[end] === null) end++;
+  return end - at > FOLDED && tokens.version[at] === null ? end : at + 1;
+}
+
 // Tokens [from, to) of the row.
 export function TokenText({ tokens, from, to, scale, chosen, choose }: SpanProps) {
   const chunks = useMemo(() => {
@@ -131,14 +139,17 @@ const Chunk = memo(function Chunk({ tokens, from, to, scale, chosen, choose, fir
     seen.observe(holder.current!);
     return () => seen.disconnect();
   }, []);
-  if (!near && chosen < 0) return <span ref={holder}>{visible(tokens.text.slice(from, to).map((text, n) => text ?? `#${tokens.id[from + n]} `).join(""))}</span>;
   const spans = [];
-  for (let at = from; at < to; at++) {
+  let plain = "";
+  for (let at = from, end; at < to; at = end) {
+    end = runEnd(tokens, at, to);
     const text = tokens.text[at];
-    const name = `token ${shade(scale, tokens, at)}${at === chosen ? " chosen" : ""}`;
-    const shown = text === null ? `#${tokens.id[at]} ` : text === "" ? "·" : text;
-    spans.push(<span key={at} class={name} data-at={at} title={tokenLabel(text ?? null, tokens.id[at]!)}>{visible(shown!)}</span>);
+    const name = `token ${shade(scale, tokens, at)}${chosen >= at && chosen < end ? " chosen" : ""}`;
+    const shown = (text === null ? `#${tokens.id[at]} ` : text === "" ? "·" : text) + (end > at + 1 ? `×${end - at}` : "");
+    plain += shown;
+    spans.push(<span key={at} class={name} data-at={at} title={tokenLabel(text ?? null, tokens.id[at]!)}>{visible(shown)}</span>);
   }
+  if (!near && chosen < 0) return <span ref={holder}>{visible(plain)}</span>;
   const click = (event: MouseEvent) => {
     const at = (event.target as HTMLElement).closest<HTMLElement>("[data-at]")?.dataset.at;
     if (at !== undefined) choose(Number(at));
