@@ -66,6 +66,11 @@ def test_a_reward_that_cannot_score_some_answers_is_a_warning_and_others_are_sho
     assert [text.partition(":")[0] for _, text in findings.lines] == ["mine.py", "mine.py"]
 
 
+def test_an_environments_reward_waits_for_an_episode() -> None:
+    findings = rehearse_here(load_config("order"), whole=True)
+    assert not findings.warnings and "reward" not in [label for label, _ in findings.lines]
+
+
 def test_a_teacher_with_another_tokenizer_is_found_before_the_run_starts(tmp_path: Path, model_folder: Path) -> None:
     teacher = shutil.copytree(model_folder, tmp_path / "teacher")
     tokenizer = json.loads((teacher / "tokenizer.json").read_text())
