@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
 
 from rl_async.configs.schema.trainer import TrainerConfig
+from rl_async.model_files import MIXERS
 from rl_async.trainer.families import FAMILIES, why_padded
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.model import keep_rows_apart
@@ -19,6 +20,7 @@ from rl_async.trainer.packing import Tensors, empty_tensors, row_calls
 from rl_async.weight_sync.experts import STACKED_FOR_ENGINES, single
 from tests.support.families import COMMON, DISTINCT, PADDED, VOCAB, config_of, saved
 from tests.support.model_table import KINDS, PAGE, listed, table
+from tests.support.packed_gradients import differences
 from tests.support.rounding import (
     allowance,
     assert_as_close,
@@ -119,6 +121,13 @@ def test_a_model_that_cannot_be_packed_runs_padded_and_says_so(
     found = got[torch.arange(got.shape[1]) < x.lengths[:, None] - 1]
     plain, exact = by_rows(alone, x)["logprobs"], exactly_by_rows(alone, x)["logprobs"]
     assert_near(found, exact, allowance(plain, exact, terms=VOCAB))
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "lfm2")) for kind in sorted(MIXERS)]
+)
+def test_gradients_of_packed_and_of_shared_rows_are_those_of_padded_ones(kind: str) -> None:
+    assert max(differences(kind, torch.float64)) <= 1e-6
 
 
 def test_the_page_of_models_says_what_the_code_answers() -> None:
