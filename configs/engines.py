@@ -338,6 +338,8 @@ SGLANG = EngineTraits(
         *("--tensor-parallel-size", "--tp", "--expert-parallel-size", "--ep"),
         *("--pp-size", "--pipeline-parallel-size", "--pp"),
         *("--dp-size", "--data-parallel-size", "--dp", "--nnodes", "--disaggregation-mode", "--is-embedding"),
+        # The keys of these caches do not name the weights, and flushing an engine's cache leaves them full.
+        *("--hicache-storage-backend", "--enable-lmcache"),
         *("--watermark-key", "--watermark-config", "--watermark-default-enabled", "--watermark-enforce-all"),
     ),
     memory_flags={"--mem-fraction-static": "static_share"},

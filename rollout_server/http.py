@@ -10,7 +10,7 @@ import msgspec
 from rl_async.errors import EngineError, EngineLost, EngineRejected, TrainerReplaced
 from rl_async.files import UNDECODABLE
 from rl_async.process.http_auth import bearer
-from rl_async.rollout_server.fence import LINEAGE_HEADER, REPLACED
+from rl_async.rollout_server.fence import LINEAGE_HEADER, PROCESS_HEADER, REPLACED
 
 # Servers close idle connections after 5 s, and a request sent at that moment would be lost.
 KEEP_ALIVE_S = 4.0
@@ -139,6 +139,14 @@ class EngineHttp:
                 return response.status == 401
         except TimeoutError as error:
             raise self._lost("/", error) from error
+
+    async def process(self) -> str:
+        """Return the name of the process that answers at this moment, which only engines of this project give.
+
+        Raises EngineLost if the server does not answer.
+        """
+        async with await self._send("GET", "/", None, None, None) as response:
+            return response.headers.get(PROCESS_HEADER, "")
 
     async def close(self) -> None:
         """Close the connections; a later request opens new ones."""

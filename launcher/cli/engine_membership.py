@@ -28,6 +28,8 @@ from rl_async.transfer_queue.auth.keys import client_keys
 from rl_async.transfer_queue.client import SyncQueueClient
 
 ANSWER_S = 5.0
+# A router over several engines is noticed unless it sends so many requests in a row to one of them.
+ASKED = 8
 LOOPBACK = (HOST, "localhost")
 ADDED = "added-"
 
@@ -58,7 +60,8 @@ def add_engine(run: Path, url: str, kind: EngineKind, wait_s: float) -> EngineRe
     """Register the engine at ``url`` and wait until it has confirmed the published weights.
 
     Raises UserError if the run is not running, if no engine of this kind answers there, if it refuses the run's token
-    or accepts requests without, if the run has it already, or if it was cut off or has no weights after ``wait_s``.
+    or accepts requests without, if it is a router over several engines, if the run has it already, or if it was cut off
+    or has no weights after ``wait_s``.
     """
     parts = urlsplit(url)
     if parts.scheme != "http" or parts.hostname is None or parts.port is None:
@@ -110,7 +113,9 @@ def remove_engine(run: Path, engine_id: str) -> None:
 
 async def _check_engine(url: str, kind: EngineKind, file: Path) -> None:
     """Raise UserError unless an engine of this kind answers at ``url``, and only to the run's token."""
-    client, stranger = connect(kind, url, timeout_s=ANSWER_S, token=read_token(file)), EngineHttp(url, ANSWER_S)
+    token = read_token(file)
+    client, stranger = connect(kind, url, timeout_s=ANSWER_S, token=token), EngineHttp(url, ANSWER_S)
+    asking = EngineHttp(url, ANSWER_S, token=token)
     start = f"start it with {TOKEN_FILE}={file} in its environment, or, if it is an embedded one, with --run"
     try:
         if not await client.health():
@@ -118,6 +123,11 @@ async def _check_engine(url: str, kind: EngineKind, file: Path) -> None:
         if not await stranger.needs_token():
             raise UserError(f"{url}: the engine takes requests without a token; {start}")
         await client.load()
+        if (found := len({await asking.process() for _ in range(ASKED)})) > 1:
+            raise UserError(
+                f"{url}: requests there reach {found} engines in turn, so weights and pauses would miss all but one of "
+                "them; add each engine by its own address"
+            )
     except EngineError as error:
         if error.status == UNAUTHORISED[0]:
             raise UserError(f"{url}: the engine does not take this run's token; {start}") from error
@@ -125,6 +135,7 @@ async def _check_engine(url: str, kind: EngineKind, file: Path) -> None:
     finally:
         await client.close()
         await stranger.close()
+        await asking.close()
 
 
 @contextmanager

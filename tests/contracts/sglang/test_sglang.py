@@ -261,7 +261,7 @@ def test_every_flag_and_variable_that_we_use_or_refuse_exists(folder: Path) -> N
         *SGLANG.refused_flags,
     }
     # The page of SGLang says that these may be added.
-    allowed = {"--attn-dp-size", "--enable-fp32-lm-head"}
+    allowed = {"--attn-dp-size", "--enable-fp32-lm-head", "--enable-hierarchical-cache"}
     assert not any(SGLANG.refusal(flag) for flag in allowed)
     flags |= allowed
     by_abbreviation = {"--tp", "--pp", "--dp"}
