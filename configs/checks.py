@@ -15,6 +15,7 @@ import regex
 from rl_async.configs.algorithm_checks import ALGORITHM_RULES, Rule
 from rl_async.configs.derived import (
     GENERATED_PREFIX,
+    MODELLED_USERS,
     argv_of,
     engine_kinds,
     engine_traits,
@@ -314,10 +315,6 @@ def unrewarded(c: RunConfig) -> str | None:
         "a scorer, such as exact_answer, or what rewards turns or episodes itself: agent.environment, agent.gateway, "
         "or an agent.loop or agent.tools of your own"
     )
-
-
-# Environments whose user is a language model.
-MODELLED_USERS = ("simulated_user", "collaborative_user")
 
 
 def servers(c: RunConfig) -> str | None:

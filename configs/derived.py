@@ -283,6 +283,8 @@ def _problem(column: str, name: str, key: str) -> str:
 # The built-in tools that run code of the model.
 CODE_TOOLS = ("python", "bash")
 CODE_SCORER = "code"
+# Environments whose user is a language model: the policy, or one that a server has.
+MODELLED_USERS = ("simulated_user", "collaborative_user")
 # Environments whose names begin so run the model's programs.
 HARBOR = "harbor:"
 

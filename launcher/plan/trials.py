@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from rl_async.configs.checks import plays_itself
-from rl_async.configs.derived import parts, uses_sandbox
+from rl_async.configs.derived import MODELLED_USERS, parts, uses_sandbox
 from rl_async.configs.schema.rollout import AgentConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_USER, ConfigError, RlAsyncError
@@ -37,8 +37,6 @@ LOAD_S = 180.0
 SLACK_S = 60.0
 # Each has the environment's deadline: preparing, making, resetting and closing it.
 CALLS = 4
-# This environment is not tried: the policy may play the user, and otherwise a separate server does.
-NEEDS_POLICY = "simulated_user"
 
 
 def run_apart(module: str, *arguments: str, what: str, limit_s: float, given: bytes | None = None) -> str:
@@ -193,7 +191,8 @@ def try_environment(config: RunConfig) -> None:
     from rl_async.transfer_queue.dataset import first_task
 
     agent, name = config.agent, config.agent.environment
-    if name is None or name == NEEDS_POLICY or config.rollout.replay:
+    # A user that is a model needs the policy, which is not there yet, or a server.
+    if name is None or name in MODELLED_USERS or config.rollout.replay:
         return
     if plays_itself(config):
         _try_player(config)

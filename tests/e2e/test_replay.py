@@ -40,13 +40,14 @@ def start(
     model: Path,
     *more: str,
     critic: CriticConfig | None = None,
+    advantage: str = "grpo",
     min_train_s: float = 0.0,
     **options: Any,
 ) -> Forked:
     config = RunConfig(
         model=ModelConfig(path=str(model), dtype="float32"),
         data=DataConfig(path="none"),
-        algorithm=AlgorithmConfig(advantage="gae" if critic else "grpo"),
+        algorithm=AlgorithmConfig(advantage=advantage),
         critic=critic,
         trainer=TrainerConfig(learning_rate=1e-3, steps=STEPS, checkpoint_every=2, **options),
         debug=DebugConfig(min_train_s=min_train_s),
@@ -86,12 +87,18 @@ def digest_of(tensors: dict[str, Tensor]) -> str:
 SHARD = "shards/shard-00001-model-00001-of-00001.safetensors"
 POLICY = {"model/model.safetensors", SHARD, "random-rank0.safetensors"}
 CRITICS = {
-    "none": (None, set()),
+    "none": ("grpo", None, set()),
     "own": (  # the checkpoint that is resumed from is of a step in which the policy had not begun to train
+        "gae",
         CriticConfig(learning_rate=1e-3, warmup_steps=3),
         {f"critic/{name}" for name in ("model/model.safetensors", SHARD, "value_head.safetensors")},
     ),
-    "shared": (CriticConfig(shared=True), {"value_head.safetensors"}),
+    "shared": ("gae", CriticConfig(shared=True), {"value_head.safetensors"}),
+    "process": (
+        "prime",
+        CriticConfig(learning_rate=1e-3),
+        {f"critic/{name}" for name in ("model/model.safetensors", SHARD)},
+    ),
 }
 
 
@@ -101,14 +108,14 @@ CRITICS = {
 def test_kill_and_resume_ends_with_identical_weights(
     recorded: Path, model_folder: Path, tmp_path: Path, plain: Path, kind: str
 ) -> None:
-    critic, files = CRITICS[kind]
+    advantage, critic, files = CRITICS[kind]
     undisturbed, interrupted = tmp_path / "a", tmp_path / "b"
     if critic is None:
         undisturbed = plain
     else:
-        finish(start(undisturbed, recorded, model_folder, critic=critic))
+        finish(start(undisturbed, recorded, model_folder, critic=critic, advantage=advantage))
 
-    victim = start(interrupted, recorded, model_folder, critic=critic, min_train_s=0.3)
+    victim = start(interrupted, recorded, model_folder, critic=critic, advantage=advantage, min_train_s=0.3)
     deadline = time.monotonic() + 120
     metrics = interrupted / "metrics.jsonl"
     saved = interrupted / "checkpoints" / "step-000002"
@@ -117,7 +124,7 @@ def test_kill_and_resume_ends_with_identical_weights(
         time.sleep(0.02)
     victim.kill()  # three steps are done, the checkpoint is of two
     victim.communicate()
-    finish(start(interrupted, recorded, model_folder, "--resume", critic=critic))
+    finish(start(interrupted, recorded, model_folder, "--resume", critic=critic, advantage=advantage))
 
     assert digests(interrupted) == digests(undisturbed)
     assert digests(undisturbed).keys() == POLICY | files

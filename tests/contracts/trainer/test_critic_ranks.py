@@ -45,6 +45,23 @@ def test_both_models_learn_the_same_on_any_ranks(
     assert all({k for k in step if k.startswith("critic/")} == expected for step in metrics)
 
 
+@pytest.mark.slow
+def test_a_process_reward_model_learns_the_same_on_any_ranks_and_survives_a_save(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    whole, metrics = train(model_folder, tmp_path / "one", 1, "10000", "process", "decoupled_token_is")
+    split, split_metrics = train(model_folder, tmp_path / "two", 2, "60", "process", "decoupled_token_is")
+    assert_trained_alike(split, whole, rate=1e-3, steps=8, layers=LAYERS, terms=TERMS)
+    for one, two in zip(metrics, split_metrics, strict=True):
+        for name in ("accuracy", "loss", "process_reward_mean", "grad_norm"):
+            assert one[f"critic/{name}"] == pytest.approx(two[f"critic/{name}"], rel=1e-3, abs=1e-4)
+    kept = {name.removeprefix("kept.") for name in whole if name.startswith("kept.")}
+    assert any(name.startswith("critic.") for name in kept) and not any("value_head" in name for name in kept)
+    for tensors in (whole, split):
+        for name in kept:
+            assert tensors[f"kept.{name}"].equal(tensors[f"loaded.{name}"]), f"{name} did not survive the disk"
+
+
 def test_the_policy_stands_still_while_its_critic_warms_up(model_folder: Path, tmp_path: Path) -> None:
     _, metrics = train(model_folder, tmp_path, 1, "10000", "own", "bypass_ppo_clip")
     assert [step["loss/grad_norm"] > 0 for step in metrics] == [False, True, True]

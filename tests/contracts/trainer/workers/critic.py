@@ -28,6 +28,7 @@ from tests.support.whole_weights import whole_weights
 CRITICS = {
     "own": CriticConfig(learning_rate=1e-3, warmup_steps=1),
     "shared": CriticConfig(shared=True),
+    "process": CriticConfig(learning_rate=1e-3),
 }
 
 
@@ -58,7 +59,7 @@ def config_of(model: Path, tokens: int, kind: str, correction: str, options: dic
     return RunConfig(
         model=ModelConfig(path=str(model), dtype="float32"),
         data=DataConfig(path="none"),
-        algorithm=AlgorithmConfig(advantage="gae", correction=correction),
+        algorithm=AlgorithmConfig(advantage="prime" if kind == "process" else "gae", correction=correction),
         critic=CRITICS[kind],
         trainer=TrainerConfig(learning_rate=1e-3, minibatches=2, max_tokens_per_microbatch=tokens, **options),
     )
