@@ -226,3 +226,16 @@ def test_a_teacher_teaches_without_rewards(home: Path, start: Callable[..., Run]
     rows = assert_complete(home, name, 1)
     assert all(row["loss/grad_norm"] > 0 for row in rows)
     assert all(abs(row["loss/kl_teacher"]) > APART for row in rows)
+
+
+@pytest.mark.slow
+def test_the_policy_teaches_itself_with_a_hint_beside_another_teacher_on_two_ranks(
+    home: Path, start: Callable[..., Run]
+) -> None:
+    """Every task is of the source calculator, so that the other teacher's passes have no rows on either rank."""
+    other = home / "artifacts" / "calculator" / "model"
+    teachers = f"hint: 'It is {{ground_truth}}.', by_source: {{other: {{path: {other}}}}}"
+    taught = f"algorithm.teacher={{{teachers}, divergence: reverse, top_k: 5}}"
+    finish(start("hinted", taught, "reward.functions=[]", "trainer.ranks=2", mode="disaggregated"))
+    rows = assert_complete(home, "hinted", 1)
+    assert all(row["loss/grad_norm"] > 0 and row["loss/kl_teacher"] > APART for row in rows)
