@@ -29,9 +29,9 @@ def overridden(request: pytest.FixtureRequest, model_folder: Path, tmp_path: Pat
 
 
 @pytest.fixture
-def peer(overridden: Path, tmp_path: Path) -> Iterator[Peer]:
+def peer(overridden: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peer]:
     """A real vLLM that serves it."""
-    with running("vllm", overridden, tmp_path / "run", eager=True) as started:
+    with running("vllm", overridden, tmp_path_factory.mktemp("run"), eager=True) as started:
         yield started
 
 
