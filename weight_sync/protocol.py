@@ -29,7 +29,7 @@ class InitInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     group of ``world_size``. They meet at the file ``store``, which only the user of both sides can open, or else at
     ``master_address:master_port``. The engine's first worker has the rank ``rank_offset``, the others the following
     ones. ``timeout_s`` is for the rendezvous and for each transfer. ``shm_name`` is the shared memory that ``nearest``
-    tries, or empty if it could not be allocated.
+    tries, or empty if it could not be allocated. ``collectives`` is the sender's version of NCCL, if it knows it.
 
     If several trainer ranks send, ``sources`` has an entry for each; if several workers of the engine receive,
     ``workers`` has. Then no other field counts.
@@ -45,6 +45,7 @@ class InitInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     group_name: str = ""
     folder: str = ""
     shm_name: str = ""
+    collectives: str = ""
     sources: list["InitInfo"] = []
     workers: list["InitInfo"] = []
 

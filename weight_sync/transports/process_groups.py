@@ -10,9 +10,10 @@ threads: while a bucket is loaded the next one arrives. Four facts shape it. A b
 hangs, if the bytes fit into socket buffers. A peer that dies during a large one is noticed only at the deadline. After
 any failure the group is unusable. Dropping a group waits for its broadcasts.
 
-NCCL differs in three things. Each side needs a device of its own, since NCCL refuses two ranks on one. Buckets are sent
+NCCL differs in five things. Each side needs a device of its own, since NCCL refuses two ranks on one. Buckets are sent
 from the device where they were filled, and arrive on the engine's. A broken group has to be aborted, which fails the
-peers that wait in it.
+peers that wait in it. Both sides need the same version, or the first broadcast hangs or fails without saying why. And
+torch's watchdog would end the process whose peer died, so these groups have none: the thread that waits has a deadline.
 """
 
 import logging
@@ -38,7 +39,6 @@ from rl_async.accelerators import accelerator_here, collectives_of
 from rl_async.concurrency import in_daemon_thread
 from rl_async.errors import UserError, WeightSyncError
 from rl_async.process.private_folder import require_private
-from rl_async.torch_shared import settle
 from rl_async.weight_sync.buckets import Bucket, wire_bytes
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 
@@ -393,7 +393,8 @@ class NcclSender:
 
     def init_info(self, member: int) -> InitInfo:
         """Describe how engine ``member`` joins, as gloo's does."""
-        return msgspec.structs.replace(self._rendezvous.init_info(member), backend="nccl")
+        info = self._rendezvous.init_info(member)
+        return msgspec.structs.replace(info, backend="nccl", collectives=_collectives_version())
 
     def connect(self) -> None:
         """Create the group. Its members connect at the first broadcast."""
@@ -426,6 +427,7 @@ class NcclReceiver:
 
     def __init__(self, info: InitInfo) -> None:
         device_groups()
+        require_same_collectives(info.collectives, _collectives_version())
         self._timeout_s, self._device = info.timeout_s, _device()
         self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
         self._store = store_of(info)
@@ -466,6 +468,20 @@ def device_groups() -> Any:
     return groups
 
 
+def require_same_collectives(sender: str, engine: str) -> None:
+    """Raise WeightSyncError if both versions of NCCL are known and differ."""
+    if sender and engine and sender != engine:
+        raise WeightSyncError(
+            f"weight_sync.transport=nccl: the trainer has NCCL {sender} and this engine {engine}, which refuse each "
+            "other; install one torch for both (rollout.python), or choose weight_sync.transport=ipc, gloo or disk"
+        )
+
+
+def _collectives_version() -> str:
+    """Return the version of NCCL, or AMD's, that this torch brings; empty for other collectives, which tell none."""
+    return ".".join(map(str, torch.cuda.nccl.version())) if _device().type == "cuda" else ""
+
+
 def _device() -> torch.device:
     """Return this thread's current accelerator."""
     device = torch.accelerator.current_accelerator()
@@ -473,22 +489,47 @@ def _device() -> torch.device:
     return torch.device(device.type, torch.accelerator.current_device_index())
 
 
+# torch reads it when it makes a group: then ``wait`` raises at its deadline, and no watchdog watches that group.
+NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
+
+
+@contextmanager
+def without_watchdog() -> Iterator[None]:
+    """Have the groups of devices that are made in this context raise at a deadline instead of ending the process."""
+    before = os.environ.get(NO_WATCHDOG)
+    os.environ[NO_WATCHDOG] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[NO_WATCHDOG]
+        else:
+            os.environ[NO_WATCHDOG] = before
+
+
 def _make_device_group(store: dist.Store, rank: int, world_size: int, name: str, timeout_s: float) -> Any:
     groups = device_groups()
     options = groups.Options()
-    options._timeout = timedelta(seconds=timeout_s)
+    # The caller's own deadline comes first.
+    options._timeout = timedelta(seconds=2 * timeout_s)
     try:
-        return groups(group_store(store, name, _device().type), rank, world_size, options)
+        with without_watchdog():
+            return groups(group_store(store, name, _device().type), rank, world_size, options)
     except RuntimeError as error:
         raise WeightSyncError(f"nccl group {name}: rank {rank} of {world_size} could not join: {error}") from error
 
 
 def _broadcast_on_device(group: Any, data: Tensor, timeout_s: float) -> None:
+    """Broadcast on a stream of its own: kernels of this device's other threads would otherwise wait for a late peer."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
+    stream = torch.Stream(device=data.device)
+    # The bytes were written on the current stream.
+    stream.wait_stream(torch.accelerator.current_stream(data.device))
     try:
-        # With a deadline, ``wait`` blocks the host thread.
-        group.broadcast([data], options).wait(timedelta(seconds=timeout_s))
-        settle(data)
+        with stream:
+            # With a deadline, ``wait`` blocks the host thread.
+            group.broadcast([data], options).wait(timedelta(seconds=timeout_s))
+        stream.synchronize()
     except RuntimeError as error:
         raise WeightSyncError(f"nccl broadcast of {data.numel()} bytes: {error}") from error

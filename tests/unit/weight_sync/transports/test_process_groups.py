@@ -27,10 +27,13 @@ from rl_async.weight_sync.transports.process_groups import (
     device_groups,
     interface_of,
     own_address,
+    require_same_collectives,
+    without_watchdog,
 )
 from tests.support.ports import listeners
 from tests.support.weights import make_buckets
 
+NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
 NAMES = ("GLOO_SOCKET_IFNAME", accelerator_here().interface)
 
 
@@ -250,3 +253,22 @@ def test_groups_are_of_the_collectives_of_this_accelerator(
     monkeypatch.delattr(dist, name)
     with pytest.raises(WeightSyncError, match=r"weight_sync\.transport=nccl"):
         device_groups()
+
+
+@pytest.mark.parametrize(("sender", "engine"), [("2.27.5", "2.28.3"), ("2.27.5", "2.27.7")])
+def test_different_versions_of_nccl_are_named_before_a_group_hangs(sender: str, engine: str) -> None:
+    with pytest.raises(WeightSyncError, match=rf"NCCL {sender} .* {engine}.*weight_sync\.transport"):
+        require_same_collectives(sender, engine)
+    for same in ((sender, sender), ("", engine), (sender, "")):
+        require_same_collectives(*same)
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_only_groups_of_weights_have_no_watchdog(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(NO_WATCHDOG, raising=False)
+    if before is not None:
+        monkeypatch.setenv(NO_WATCHDOG, before)
+    with pytest.raises(WeightSyncError), without_watchdog():
+        assert os.environ[NO_WATCHDOG] == "1"
+        raise WeightSyncError("a group that did not form")
+    assert os.environ.get(NO_WATCHDOG) == before
