@@ -172,10 +172,16 @@ def changes(folder: Path, name_or_path: str, overrides: Sequence[str], mode: str
 
 def as_settled(given: RunConfig, folder: Path) -> RunConfig:
     """Return the config with ``model.dtype: auto`` replaced by the type that was chosen for the run in ``folder``, and
-    ``weight_sync.adapters: auto`` as at its start.
+    ``weight_sync.adapters: auto`` as at its start, and the way of weights if the machine chose it.
     """
     record = read_machine(folder)
     given = with_adapter_way(given, model_size(given))
+    if record is not None and record.weights:
+        kept, sync = load_resolved(folder / "config.yaml").weight_sync, given.weight_sync
+        transport = kept.transport if sync.transport == "auto" else sync.transport
+        bucket = kept.bucket_bytes if sync.bucket_bytes is None else sync.bucket_bytes
+        sync = msgspec.structs.replace(sync, transport=transport, bucket_bytes=bucket)
+        given = msgspec.structs.replace(given, weight_sync=sync)
     if given.model.dtype != "auto" or record is None or record.compute.by != "machine":
         return given
     return msgspec.structs.replace(given, model=msgspec.structs.replace(given.model, dtype=record.compute.dtype))

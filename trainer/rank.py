@@ -272,7 +272,7 @@ def _weight_source(run: Run, host: str, store: dist.Store) -> Iterator[WeightSou
     place = bucket_device(resolve_transport(config), run.models.policy.device)
     if not sends_shards(config):
         wire = PointToPoint(dist.PrefixStore("gathering", store), device=run.models.policy.device)
-        gathering = Gathering(wire, run.rank, sync.bucket_bytes, timeout_s, place)
+        gathering = Gathering(wire, run.rank, sync.bucket, timeout_s, place)
         way = adapter_way(config)
         lora = config.trainer.lora if way != "merge" else None
         yield GatheredWeights(gathering, lora, weights_name(Path(config.model.path)) if way == "load" else "")

@@ -424,7 +424,7 @@ class Fleet:
             shards, places = self._shards, members[0].places
             return await opened_in_thread(lambda: shards.shipment(len(members), places), "weights")
         workers, name = tuple(member.workers for member in members), f"weights-{next(self._generations)}"
-        folder, nbytes = Path(self._sync.folder), self._sync.bucket_bytes
+        folder, nbytes = Path(self._sync.folder), self._sync.bucket
         timeout_s = self._timeout_s / 2
         setup = SenderSetup(workers, name, timeout_s, self._host, folder, nbytes, self._stores)
         return self._transport.sender(setup)

@@ -273,7 +273,7 @@ class Outlet:
         """Offer this rank's shards of a version. They must not change before the publication is over."""
         with self._changed:
             if weights.layout is not self._layout:
-                self._layout, self._rounds = weights.layout, plan_rounds(weights.layout, self._sync.bucket_bytes)
+                self._layout, self._rounds = weights.layout, plan_rounds(weights.layout, self._sync.bucket)
                 self._parts = self._rounds.of_rank(self._rank)
                 self._kept = [_Kept() for _ in self._parts]
                 # The cuts of open groups were of the previous layout.
@@ -377,9 +377,15 @@ class Outlet:
         return infos
 
     def send(self, key: str, number: int) -> None:
-        """Transfer each worker's bucket of a staged round while they receive it."""
+        """Transfer each worker's bucket of a staged round while they receive it.
+
+        Workers receive from all ranks at once. Each rank begins with another worker, so that ranks share the links of
+        all workers instead of filling those of the first one.
+        """
         group = self._group(key)
-        for sender, bucket in zip(group.senders, group.unsent.pop(number), strict=True):
+        pairs = deque(zip(group.senders, group.unsent.pop(number), strict=True))
+        pairs.rotate(-self._rank)
+        for sender, bucket in pairs:
             sender.send(bucket)
 
     def close(self, key: str) -> None:
@@ -422,7 +428,11 @@ class Outlet:
             kept.data, kept.places = room(dtypes, numels, self._device)
         with torch.no_grad():
             for part, place in zip(parts, kept.places, strict=True):
-                place.view(lengths(part.box)).copy_(held[part.name, part.held.box][slices(part.box, part.held.box)])
+                source = held[part.name, part.held.box][slices(part.box, part.held.box)]
+                if source.device != place.device:
+                    # Otherwise torch moves the shard in its own type, mostly twice the bytes, and the host converts it.
+                    source = to_host(source.to(place.dtype))
+                place.view(lengths(part.box)).copy_(source)
         kept.checksum = ""
         if leaves:
             kept.move_to_host()

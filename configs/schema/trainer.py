@@ -168,13 +168,17 @@ class MismatchConfig(Config, frozen=True):
     ] = 5
 
 
+# What a bucket holds on the host, where a larger one is no faster.
+SMALL_BUCKET = 64 << 20
+
+
 class WeightSyncConfig(Config, frozen=True):
     transport: Annotated[
         Literal["auto", "nearest", "gloo", "ipc", "nccl", "disk"],
         doc(
-            "auto: ipc when colocated, else nearest, or gloo if an engine lacks it. nearest: shared memory if all "
-            "engines are on the trainer's machine, else gloo. disk: files in weight_sync.folder. nccl: GPU to GPU, "
-            "never run yet."
+            "auto: ipc when colocated or between GPUs of one machine, nccl between GPUs of a cluster, else nearest, or "
+            "gloo if an engine lacks these. nearest: shared memory if all engines are on the trainer's machine, else "
+            "gloo. disk: files in weight_sync.folder. nccl: GPU to GPU, never run yet."
         ),
     ] = "auto"
     folder: Annotated[str, doc("disk: folder shared by trainer and engines; empty: weights/ in the run folder.")] = ""
@@ -198,10 +202,21 @@ class WeightSyncConfig(Config, frozen=True):
     waves: Annotated[
         Positive, doc("Update engines in this many groups, one after another, so that the others keep decoding.")
     ] = 1
-    bucket_bytes: Annotated[Positive, doc("Size of a bucket; a larger tensor is split.")] = 64 << 20
+    bucket_bytes: Annotated[
+        Positive | None,
+        doc(
+            "Size of a bucket; a larger tensor is split. Unset: 64 MiB, or between GPUs an eighth of the weights, at "
+            "most 1 GiB."
+        ),
+    ] = None
     timeout_s: Annotated[Seconds, doc("Deadline of one engine's update; beyond it the engine is dropped.")] = 60.0
     sync_timeout_s: Annotated[
         Seconds, doc("Deadline of the update of all engines; those that are not done by then are dropped.")
     ] = 240.0
     every: Annotated[Positive, doc("Publish every this many steps; at most max_staleness + 1.")] = 1
     mismatch: MismatchConfig = MismatchConfig()
+
+    @property
+    def bucket(self) -> int:
+        """Bytes of a bucket: ``bucket_bytes``, or 64 MiB if neither the user nor the launcher has set it."""
+        return self.bucket_bytes or SMALL_BUCKET

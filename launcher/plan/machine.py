@@ -21,17 +21,25 @@ from urllib.parse import urlsplit
 import msgspec
 
 import rl_async
-from rl_async.accelerators import count_gpus
+from rl_async.accelerators import accelerator_here, count_gpus
 from rl_async.agent_loop.recorded import needed_groups
-from rl_async.configs.derived import adapter_way, engine_kinds, engine_traits, warm_start_of
+from rl_async.configs.derived import (
+    adapter_way,
+    compute_type,
+    engine_kinds,
+    engine_traits,
+    resolve_transport,
+    warm_start_of,
+)
 from rl_async.configs.engines import ENGINES
 from rl_async.configs.schema.data import ComputeType
 from rl_async.configs.schema.run import RunConfig, TrackerName
+from rl_async.configs.schema.trainer import SMALL_BUCKET
 from rl_async.errors import ConfigError, UserError
 from rl_async.files import DAMAGE, UNDECODABLE, replace_file
 from rl_async.installation import BESIDE_ENGINES, install_beside_engine, version
 from rl_async.launcher.plan.artifacts import check_data, checkpoints, needs_preparation
-from rl_async.launcher.plan.memory import ModelSize, gib, model_size, read_shape, tiny_shape
+from rl_async.launcher.plan.memory import DTYPE_BYTES, ModelSize, gib, model_size, read_shape, tiny_shape
 from rl_async.launcher.plan.planning import THREADS, Plan, assign_devices, engine_place, engines, plan
 from rl_async.process.role import own_module
 from rl_async.reward_loop.model_client import read_api_key
@@ -91,14 +99,17 @@ class MachineRecord(msgspec.Struct, frozen=True):
     compute: Choice
     # Of rl-async, as at the last start; empty if it is unknown.
     commit: str = ""
+    # How weights travel, and why, if the machine decides it.
+    weights: str = ""
 
     @property
     def lines(self) -> list[str]:
         """Describe the choices, with the keys that override them."""
+        told = [self.compute.line, *([self.weights] if self.weights else [])]
         if self.threads is None:
-            return [self.compute.line]
+            return told
         cores = f"{self.cores:g} {'core' if self.cores == 1 else 'cores'}"
-        return [self.compute.line, f"threads of each process that computes: {self.threads} ({cores}; launcher.threads)"]
+        return [*told, f"threads of each process that computes: {self.threads} ({cores}; launcher.threads)"]
 
 
 def cores(root: Path = CGROUP, cpus: Path = CPUS, allowed: Sequence[int] | None = None) -> float:
@@ -380,6 +391,42 @@ def with_adapter_way(config: RunConfig, size: ModelSize | None) -> RunConfig:
             f"model.path={config.model.path}; use add or merge"
         )
     return msgspec.structs.replace(config, weight_sync=msgspec.structs.replace(sync, adapters="merge"))
+
+
+# A round costs about 35 ms whatever it carries (docs/explanation/weights.md), so buckets between GPUs are large.
+LARGE_BUCKET = 1 << 30
+
+
+def with_weight_way(
+    config: RunConfig, machine: MachineRecord, size: ModelSize | None, gpus: int, *, one_host: bool
+) -> tuple[RunConfig, MachineRecord]:
+    """Return the config with the transport and the buckets of a run on ``gpus`` GPUs, and the record that tells them.
+
+    Keys that the user has set stay, and so does everything on CPUs. Only engines that run our receiver are meant: it
+    opens a trainer's memory, and compares versions of NCCL. Ranks that lend their devices keep the host's way, since
+    what they publish must not stay on a device. NCCL refuses two ranks on one GPU.
+    """
+    sync, devices = config.weight_sync, assign_devices(config, gpus)
+    own = all({"ipc", "nccl"} <= {*traits.transports} for traits in engine_traits(config).values())
+    if not devices.trainers or not all(devices.engines) or not own or config.trainer.lend_devices:
+        return config, machine
+    transport = resolve_transport(config)
+    if sync.transport == "auto" and config.mode != "colocated":
+        used = [*devices.trainers, *(gpu for of_engine in devices.engines for gpu in of_engine)]
+        if one_host and accelerator_here().handles:
+            transport = "ipc"
+        elif not one_host and len(used) == len(set(used)):
+            transport = "nccl"
+    bucket = sync.bucket_bytes
+    if bucket is None and size is not None and transport in ("ipc", "nccl"):
+        weights = size.parameters * DTYPE_BYTES[compute_type(config.model)]
+        bucket = max(SMALL_BUCKET, min(LARGE_BUCKET, weights // 8))
+    if (transport, bucket) == (resolve_transport(config), sync.bucket_bytes):
+        return config, machine
+    settled = msgspec.structs.replace(sync, transport=transport, bucket_bytes=bucket)
+    where = "between machines" if transport == "nccl" else "from memory of the trainer's GPUs"
+    line = f"weights: {transport}, {where}, {settled.bucket >> 20} MiB at a time; weight_sync.transport overrides it"
+    return msgspec.structs.replace(config, weight_sync=settled), msgspec.structs.replace(machine, weights=line)
 
 
 def machine_bytes(root: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:

@@ -560,7 +560,7 @@ def _trainer(config: RunConfig, size: ModelSize, place: Place) -> _Stages:
     on_gpu, transport = bool(place.gpus), resolve_transport(config)
     step = trainer_parts(config, size, on_gpu=on_gpu)
     copy = size.parameters * DTYPE_BYTES[config.model.dtype]
-    bucket = min(config.weight_sync.bucket_bytes, copy)
+    bucket = min(config.weight_sync.bucket, copy)
     sharded = sends_shards(config)
     # Adapters are small.
     gathers = place.process.endswith("-0") and adapter_way(config) != "load"
@@ -625,7 +625,7 @@ def _engine(config: RunConfig, size: ModelSize, place: Place) -> _Stages:
     start: dict[Part, int] = {part: n for part, n in awake.items() if part != "KV cache" or not embedded}
     if embedded:
         start["weights"] = weights + output
-    bucket: dict[Part, int] = {"bucket": min(sync.bucket_bytes, weights)}
+    bucket: dict[Part, int] = {"bucket": min(sync.bucket, weights)}
     if not (place.turns and (on_gpu or traits.cpu_sleeps)):
         return dict.fromkeys(STAGES, awake) | {"start": start, "load": awake | bucket}
     asleep = _only(awake, _KEPT_ASLEEP)

@@ -24,6 +24,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from rl_async.accelerators import count_gpus
 from rl_async.agent_loop.chat_formats.format import ChatFormat
 from rl_async.agent_loop.recorded import check_recording
 from rl_async.configs.schema.run import RunConfig
@@ -42,6 +43,7 @@ from rl_async.launcher.plan.machine import (
     checkpoint_bytes,
     plan_here,
     settle_here,
+    with_weight_way,
     write_machine,
 )
 from rl_async.launcher.plan.memory import STAGES, model_size
@@ -184,6 +186,7 @@ def launch(
     """
     with held(config, folder, unnamed=unnamed, resume=resume) as (config, folder), hold_private_folder(folder):
         config, machine = settle_here(config, folder)
+        config, machine = with_weight_way(config, machine, model_size(config), count_gpus(), one_host=True)
         planned, ports = make_ready(config, folder, resume=resume)
         note_sources(folder, fetched or {})
         note_machine(folder, machine)
@@ -209,6 +212,7 @@ def launch_on_ray(
 
     with held(config, folder, unnamed=unnamed, resume=resume) as (config, folder), connected(address) as cluster:
         config, machine = settle_here(cluster.at_home(config), folder, cluster.gpus, cluster.measure)
+        config, machine = with_weight_way(config, machine, model_size(config), cluster.gpus, one_host=False)
         planned = plan_here(config, folder, resume=resume, gpus=cluster.gpus)
         _make_folder(config, folder, planned)
         note_sources(folder, fetched or {})
@@ -447,6 +451,7 @@ def dry_run(
     for a missing file, a taken port or a missing GPU.
     """
     config, machine = settle_here(config, folder)
+    config, machine = with_weight_way(config, machine, model_size(config), count_gpus(), one_host=True)
     planned = plan_here(config, folder, resume=resume)
     # Raises UserError if a configured port is taken.
     assign_ports([wish for wish in planned.ports if wish.port])

@@ -35,7 +35,7 @@ from rl_async.trainer.packing import Tensors, collate
 from rl_async.trainer.update import update
 from rl_async.weight_sync.buckets import SUMS, Bucket, Piece, deltas, numbered, unpack, verify
 from rl_async.weight_sync.coordinator import TakeTurns
-from rl_async.weight_sync.layout import slices, whole
+from rl_async.weight_sync.layout import TensorSpec, fsdp2, slices, whole
 from rl_async.weight_sync.protocol import SyncReport, of_worker
 from rl_async.weight_sync.receiver import Assembler, RetainedBuckets, WeightReceiver
 from rl_async.weight_sync.reshard import Gathering, PointToPoint
@@ -45,6 +45,7 @@ from tests.contracts.device import turns
 from tests.contracts.device.turns import HandedOver, all_turns
 from tests.support import python_device
 from tests.support.python_device import DEVICE, NAME, SCALARS, moved, sent
+from tests.support.weights import shards_of
 
 BUCKET = 4096
 MINIS = 2
@@ -274,6 +275,23 @@ def sending(there: Fsdp2Backend) -> Told:
     }
 
 
+def over_the_host() -> Told:
+    """Shards in float32 that travel in bfloat16 by a transport which is on the host."""
+    masters = {"a": torch.randn(64, 8, device=DEVICE), "b": torch.randn(33, device=DEVICE)}
+    layout = fsdp2({name: TensorSpec(tuple(t.shape), "bfloat16") for name, t in masters.items()}, 1)
+    outlet = Outlet(0, WeightSyncConfig(transport="ipc", bucket_bytes=1 << 20), "127.0.0.1", 60.0, "cpu")
+    shards = RankShards(outlet, {})
+    moved.clear()
+    outlet.offer(shards_of(layout, 0, masters))
+    shards.begin(Version(0, 1), "no")
+    [found] = received(shards, [None])
+    shards.seal()
+    shards.close()
+    largest = max(moved)
+    right = {name: tensor.cpu().bfloat16() for name, tensor in masters.items()}
+    return {"largest": largest, "right": max(tensor.nbytes for tensor in right.values()), "same": same(found, right)}
+
+
 def taking_turns(there: Fsdp2Backend) -> Told:
     """What the engines are given when they share the device."""
     given: list[Bucket] = []
@@ -375,6 +393,7 @@ def main(folder: str) -> None:
         "taking turns": lambda: taking_turns(there),
         "updates": lambda: updates(there),
         "sending": lambda: sending(there),
+        "over the host": over_the_host,
         "turns over shards": lambda: all_turns(there),
     }
     for name, part in parts.items():

@@ -82,6 +82,11 @@ def test_a_rank_sends_its_shards_and_slices_of_them_from_the_device(told: Told) 
     }
 
 
+def test_weights_in_float32_come_to_the_host_in_the_type_that_travels(told: Told) -> None:
+    found = told["over the host"]
+    assert found["same"] and found["largest"] == found["right"]
+
+
 def test_deltas_are_encoded_and_applied_on_the_device(told: Told) -> None:
     assert told["updates"] == {"right": True, "kinds": ["delta", "full"]}
 

@@ -20,13 +20,15 @@ from rl_async.concurrency import in_daemon_thread
 from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.errors import EngineLost, RanksLost, WeightSyncError
 from rl_async.messages import Version
-from rl_async.weight_sync.buckets import unpack, wire_bytes
+from rl_async.weight_sync.buckets import Bucket, unpack, wire_bytes
 from rl_async.weight_sync.layout import Box, Layout, Shard, TensorSpec, cut, engine, fsdp2, slices, volume, whole
 from rl_async.weight_sync.layout import shards_of as layout_shards
 from rl_async.weight_sync.protocol import Hold, InitInfo, TransportName, UpdateInfo, of_worker
 from rl_async.weight_sync.receiver import Assembler, WeightReceiver
 from rl_async.weight_sync.reshard import plan
 from rl_async.weight_sync.sender import Needs, Outlet, OutletServer, RemoteOutlet, followed, led, plan_rounds
+from rl_async.weight_sync.transports import interface
+from rl_async.weight_sync.transports.ipc import SharedMemorySender
 from rl_async.weight_sync.transports.process_groups import joined_store, listening_store
 from tests.support.resharding import figures
 from tests.support.weights import HOST, TOKEN, TrainerRanks, shards_of, specs_of
@@ -433,6 +435,33 @@ async def test_a_rank_copies_round_after_round_without_waiting_for_an_engine() -
     outlet.begin("0.1", 1, "no")
     await eventually(lambda: copied == ["a", "b"])
     outlet.disconnect()
+
+
+def test_ranks_begin_with_different_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: dict[int, list[str]] = {}
+
+    class Noting(SharedMemorySender):
+        def __init__(self, setup: interface.SenderSetup) -> None:
+            super().__init__()
+            _, rank, self.worker = setup.group_name.rsplit("-", 2)
+            self.rank = int(rank)
+
+        def send(self, bucket: Bucket) -> None:
+            served.setdefault(self.rank, []).append(self.worker)
+
+    ours = interface.TRANSPORTS["ipc"]._replace(sender=Noting)
+    monkeypatch.setitem(interface.TRANSPORTS, "ipc", ours)
+    whole_tensors = tensors()
+    with TrainerRanks(whole_tensors, 3, WeightSyncConfig(transport="ipc", bucket_bytes=1 << 16)) as ranks:
+        weights = ranks.weights(whole_tensors)
+        weights.begin(V1, "no")
+        shipment = weights.shipment(1, [None] * 3)
+        shipment.stage(0)
+        shipment.send(0)
+        weights.seal()
+        shipment.close()
+    assert [sorted(of_rank) for of_rank in served.values()] == [["0", "1", "2"]] * 3
+    assert all(len({of_rank[turn] for of_rank in served.values()}) == 3 for turn in range(3))
 
 
 def test_a_rank_that_is_behind_is_named() -> None:

@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 
 from rl_async.accelerators import count_gpus
-from rl_async.configs.derived import adapter_way
+from rl_async.configs.derived import adapter_way, resolve_transport
 from rl_async.configs.engines import ENGINES
-from rl_async.configs.load import load_config
+from rl_async.configs.load import dump, load_config
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError, UserError
 from rl_async.launcher.plan import machine
 from rl_async.launcher.plan.machine import (
     SAVED_BYTES,
     SMALL,
+    Choice,
     MachineRecord,
     Measure,
     Measured,
@@ -43,6 +44,7 @@ from rl_async.launcher.plan.machine import (
     settle_here,
     with_adapter_way,
     with_threads,
+    with_weight_way,
     write_machine,
 )
 from rl_async.launcher.plan.memory import ModelSize, model_size
@@ -139,6 +141,46 @@ def test_engines_that_load_no_adapters_beside_experts_get_merged_weights() -> No
     with pytest.raises(ConfigError, match=r"weight_sync\.adapters=load: rollout\.engine=vllm"):
         with_adapter_way(asked, size)
     assert with_adapter_way(asked, replace(size, experts=0)) is asked
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "one_host", "transport", "bucket"),
+    [
+        ([], 2, True, "ipc", 1024 * MIB),
+        ([], 1, True, "ipc", 1024 * MIB),
+        ([], 2, False, "nccl", 1024 * MIB),
+        # NCCL refuses two ranks on one GPU.
+        ([], 1, False, "nearest", None),
+        ([], 0, True, "nearest", None),
+        (["model.device=cpu"], 2, True, "nearest", None),
+        (["weight_sync.transport=gloo"], 2, True, "gloo", None),
+        (["weight_sync.bucket_bytes=4096"], 2, True, "ipc", 4096),
+        (["weight_sync.transport=nccl"], 2, True, "nccl", 1024 * MIB),
+        (["rollout.engine=sglang"], 2, True, "gloo", None),
+        (["trainer.lend_devices=true"], 2, True, "nearest", None),
+    ],
+)
+def test_weights_between_gpus_stay_on_them_in_large_buckets_unless_the_user_says_otherwise(
+    given: list[str], gpus: int, one_host: bool, transport: str, bucket: int | None
+) -> None:
+    config = float32_config("calculator", [*given, "model.dtype=bfloat16"])
+    before, size = MachineRecord("a processor", 2, None, Choice("bfloat16", "a test")), ModelSize(8 * 10**9, 1)
+    found, told = with_weight_way(config, before, size, gpus, one_host=one_host)
+    assert (resolve_transport(found), found.weight_sync.bucket_bytes) == (transport, bucket)
+    assert bool(told.weights) == (found is not config)
+    assert told.weights in told.lines or not told.weights
+    assert with_weight_way(found, before, size, gpus, one_host=one_host)[0] == found
+
+
+@pytest.mark.parametrize(("parameters", "bucket"), [(10**6, 64 * MIB), (8 * 128 * MIB // 2, 128 * MIB)])
+def test_a_bucket_between_gpus_is_an_eighth_of_the_weights(parameters: int, bucket: int) -> None:
+    config = float32_config("calculator", ["model.dtype=bfloat16"], mode="colocated")
+    before = MachineRecord("a processor", 2, None, Choice("bfloat16", "a test"))
+    found, _ = with_weight_way(config, before, ModelSize(parameters, 1), 1, one_host=True)
+    assert (found.weight_sync.transport, found.weight_sync.bucket) == ("ipc", bucket)
 
 
 @pytest.mark.parametrize(
@@ -450,6 +492,17 @@ def test_a_type_that_was_set_by_hand_differs_from_auto_and_one_that_was_chosen_d
         kept, choice = settle(config_of(model, f"model.dtype={dtype}"), 0, 2, measuring(SLOW_BFLOAT16, []))
         write_machine(run, MachineRecord("AMD EPYC", 2.0, 2, choice))
         assert differences(kept, as_settled(given, run)) == (["model.dtype"] if dtype == "float32" else [])
+
+
+def test_a_way_of_weights_that_the_machine_chose_does_not_differ_from_auto(tmp_path: Path) -> None:
+    given = float32_config("calculator")
+    record = MachineRecord("AMD EPYC", 2.0, 2, Choice("float32", "a test", by="config"))
+    kept, record = with_weight_way(given, record, ModelSize(8 * 10**9, 1), 2, one_host=True)
+    write_machine(tmp_path, record)
+    (tmp_path / "config.yaml").write_text(dump(kept))
+    assert differences(kept, as_settled(given, tmp_path)) == []
+    other = float32_config("calculator", ["weight_sync.transport=disk"])
+    assert differences(kept, as_settled(other, tmp_path)) == ["weight_sync.transport"]
 
 
 def test_the_record_of_a_run_is_read_as_written_and_damage_is_named(tmp_path: Path) -> None:
