@@ -1,4 +1,7 @@
-"""Buckets from GPU to GPU, never on the host, between two processes. Needs two GPUs, since NCCL refuses two on one."""
+"""Buckets from GPU to GPU, never on the host, between two processes, and a broadcast that ends after its deadline.
+
+The former needs two GPUs, since NCCL refuses two processes on one.
+"""
 
 import dataclasses
 import subprocess
@@ -11,10 +14,7 @@ import torch
 from rl_async.weight_sync.transports.process_groups import NcclSender
 from tests.support.weights import make_buckets
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs two GPUs"),
-]
+pytestmark = pytest.mark.gpu
 
 ENGINE = """
 import sys
@@ -34,6 +34,39 @@ for line in sys.stdin:
 """
 
 
+# The only member of its group: its broadcast waits for a kernel that takes some ten times the deadline.
+LATE = """
+import dataclasses
+import time
+import torch
+from rl_async.errors import WeightSyncError
+from rl_async.weight_sync.transports.process_groups import NcclSender
+from tests.support.weights import make_buckets
+
+torch.cuda.set_device(0)
+[bucket] = make_buckets([("w", torch.ones(1000))], 1 << 20)
+bucket = dataclasses.replace(bucket, data=bucket.data.cuda())
+sender = NcclSender((), "weights-0", 1.0)
+sender.connect()
+sender.send(bucket)
+torch.cuda._sleep(20_000_000_000)
+try:
+    sender.send(bucket)
+except WeightSyncError:
+    print("late", flush=True)
+sender.close()
+time.sleep(4)
+print("alive", flush=True)
+"""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+def test_a_broadcast_after_its_deadline_is_an_error_and_the_process_lives() -> None:
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, ["late", "alive"]), done.stderr[-2000:]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs two GPUs")
 def test_buckets_cross_from_one_gpu_to_another() -> None:
     torch.cuda.set_device(0)
     sender = NcclSender((1,), "weights-0", 60)
