@@ -27,8 +27,6 @@ PATIENT = pytest.mark.timeout(600)
 V0, V1, V2 = Version(0, 0), Version(0, 1), Version(0, 2)
 BY_TENSORS, BY_STAGES = {"tensor_parallel": 2}, {"pipeline_parallel": 2}
 BY_EXPERTS = BY_TENSORS | {"expert_parallel": 2}
-# Attention on each of two copies, and experts divided between them.
-COPIES, BY_COPIES = "--data-parallel-size=2", {"expert_parallel": 2}
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +43,9 @@ def peer(
     request: pytest.FixtureRequest, sparse_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Peer]:
     """A running engine of each kind and division among ranks."""
-    kind, ranks, *flags = request.param
+    kind, ranks = request.param
     eager = ranks != BY_STAGES  # on a CPU vLLM's later stages fail without its warm-up
-    with running(kind, sparse_folder, tmp_path_factory.mktemp("run"), eager=eager, ranks=ranks, flags=flags) as started:
+    with running(kind, sparse_folder, tmp_path_factory.mktemp("run"), eager=eager, ranks=ranks) as started:
         yield started
 
 
@@ -68,12 +66,11 @@ def ask(tokens: int, version: Version, routed_from: int = 0) -> GenerateRequest:
     [
         ("embedded", {}),
         pytest.param(("vllm", BY_EXPERTS), marks=[pytest.mark.slow, PATIENT]),
-        pytest.param(("vllm", BY_COPIES, COPIES), marks=[pytest.mark.slow, PATIENT]),
         pytest.param(("vllm", BY_TENSORS), marks=[pytest.mark.nightly, PATIENT]),
         # A stage holds its layers as a vLLM of one rank does; test_several_ranks.py divides a model so.
         pytest.param(("vllm", BY_STAGES), marks=[pytest.mark.nightly, PATIENT]),
     ],
-    ids=["embedded", "vllm-experts", "vllm-copies", "vllm-tensors", "vllm-stages"],
+    ids=["embedded", "vllm-experts", "vllm-tensors", "vllm-stages"],
     indirect=True,
     scope="module",
 )
