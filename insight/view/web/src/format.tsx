@@ -32,7 +32,10 @@ export function lasted(value: number): string {
 
 // Characters that a reader would not see, or that change the direction of what follows.
 // The selector that makes an emoji of a sign before it is none of them.
-const HIDDEN = /(?!\ufe0f)[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u2028\u2029\ufff9-\ufffb\p{Default_Ignorable_Code_Point}]|(?<!\p{Extended_Pictographic})\ufe0f/gu;
+const HIDDEN = /(?!\ufe0f)[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u2028\u2029\ufff9-\ufffc\p{Default_Ignorable_Code_Point}]|(?<!\p{Extended_Pictographic})\ufe0f/gu;
+
+// U+FFFC stands where a message shows an image.
+const NAMES: Record<number, string> = { 27: "ESC", 0xfffc: "image" };
 
 // Text of any origin, with hidden characters spelled out.
 export function visible(text: string): ComponentChildren {
@@ -40,7 +43,7 @@ export function visible(text: string): ComponentChildren {
   let shown = 0;
   for (const { 0: character, index } of text.matchAll(HIDDEN)) {
     const code = character.codePointAt(0)!;
-    parts.push(text.slice(shown, index), <span class="hidden-character">{code === 27 ? "ESC" : `U+${code.toString(16).toUpperCase().padStart(4, "0")}`}</span>);
+    parts.push(text.slice(shown, index), <span class="hidden-character">{NAMES[code] ?? `U+${code.toString(16).toUpperCase().padStart(4, "0")}`}</span>);
     shown = index + character.length;
   }
   return parts.length ? [...parts, text.slice(shown)] : text;
