@@ -1,7 +1,6 @@
 """The decoder of images: what odd and hostile files get, and limits that end its program and not the caller."""
 
 import fcntl
-import io
 import os
 import resource
 import signal
@@ -11,9 +10,7 @@ import sys
 import termios
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +18,7 @@ from PIL import Image, ImageCms, PngImagePlugin
 
 from rl_async.errors import DataError
 from rl_async.picture_decoder import MEMORY_BYTES, MOST_BYTES, Decoder, Want
+from tests.support.hostile_images import HOSTILE, encoded, png
 from tests.support.vision_models import drawing
 
 
@@ -31,55 +29,10 @@ def decoder() -> Iterator[Decoder]:
     made.close()
 
 
-def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
-    file = io.BytesIO()
-    image.save(file, form, **options)
-    return file.getvalue()
-
-
-def png(width: int, height: int, *chunks: tuple[bytes, bytes]) -> bytes:
-    """A PNG of grey pixels, whose header may lie about them."""
-    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    parts = [(b"IHDR", header), *chunks, (b"IDAT", zlib.compress(b"\0" * 9)), (b"IEND", b"")]
-    body = (
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in parts
-    )
-    return b"\x89PNG\r\n\x1a\n" + b"".join(body)
-
-
-def text_bomb() -> bytes:
-    return png(2, 2, (b"zTXt", b"a\0\0" + zlib.compress(b"0" * (80 << 20))))
-
-
-def webp_bomb() -> bytes:
-    """An animation of 16 x 16 pixels whose header tells of 16,000 x 16,000."""
-    frames = [Image.new("RGB", (16, 16), colour) for colour in ("red", "blue")]
-    data = bytearray(encoded(frames[0], "WEBP", save_all=True, append_images=frames[1:]))
-    assert data[12:16] == b"VP8X"
-    data[24:30] = struct.pack("<I", 15_999)[:3] * 2
-    return bytes(data)
-
-
 @pytest.mark.parametrize("want", Want)
-@pytest.mark.parametrize(
-    ("data", "reason"),
-    [
-        pytest.param(b"", "none of", id="empty"),
-        pytest.param(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "none of", id="SVG"),
-        pytest.param(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "none of", id="HEIC"),
-        pytest.param(b"%PDF-1.7\n1 0 obj\n", "none of", id="PDF"),
-        pytest.param(drawing(0, form="BMP"), "none of", id="BMP"),
-        pytest.param(drawing(0, form="TIFF"), "none of", id="TIFF"),
-        pytest.param(png(60_000, 60_000), "60000 x 60000 pixels", id="bomb of 3.6 billion pixels"),
-        pytest.param(png(8_000, 8_000), "8000 x 8000 pixels", id="64 million pixels"),
-        pytest.param(webp_bomb(), "16000 x 16000 pixels|memory|damaged", id="WebP of 256 million pixels"),
-        pytest.param(text_bomb(), "damaged", id="bomb of text"),
-        pytest.param(png(0, 5), "damaged", id="no pixels"),
-    ],
-)
-def test_hostile_files_are_refused_even_when_only_the_size_is_wanted(
-    decoder: Decoder, data: bytes, reason: str, want: Want
-) -> None:
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_files_are_refused_even_when_only_the_size_is_wanted(decoder: Decoder, name: str, want: Want) -> None:
+    data, reason = HOSTILE[name]
     with pytest.raises(DataError, match=reason):
         decoder.decode(data, want)
 
