@@ -23,6 +23,7 @@ PUBLISHED: Mapping[str, Mapping[str, str]] = {
     "dots1": {},
     "ernie4_5_moe": {".mlp.gate.moe_statics.": ".mlp.moe_statics."},
     "glm4_moe": {},
+    "glm4_moe_lite": {},
     "hunyuan_v1_moe": {},
     "lfm2_moe": NUMBERED,
     "minimax_m2": {".mlp.": ".block_sparse_moe."} | NUMBERED,

@@ -57,6 +57,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": MAMBA | {"attn_layer_indices": [1, 3]},
     "cohere": {"logit_scale": 0.3},
     "cohere2": {"logit_scale": 0.3, "sliding_window": 5, "layer_types": TWO_WINDOWS},
+    "cwm": {"sliding_window": 5, "layer_types": TWO_WINDOWS},
     "deepseek_v2": LATENT | ROUTED | {"topk_method": "greedy", "n_shared_experts": 1},
     "deepseek_v3": LATENT | ROUTED,
     "dots1": ROUTED | {"n_shared_experts": 1, "sliding_window": 5, "layer_types": TWO_WINDOWS},
@@ -84,6 +85,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "glm4": {"attention_bias": True},
     "glm4_moe": ROUTED | {"n_shared_experts": 1},
+    "glm4_moe_lite": LATENT | ROUTED | {"n_shared_experts": 1, "mlp_layer_types": ["dense", *["sparse"] * 3]},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5, "layer_types": TWO_WINDOWS},
     "granite": {"logits_scaling": 4.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5},
     "granitemoe": {"logits_scaling": 4.0, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -98,11 +100,19 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "lfm2_moe": EXPERTS | {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8},
     "ministral": {"sliding_window": 5, "layer_types": TWO_WINDOWS},
+    # Queries grow with their positions from original_max_position_embeddings on.
+    "ministral3": {
+        "sliding_window": 5,
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "llama_4_scaling_beta": 0.1}
+        | {"original_max_position_embeddings": 8, "beta_fast": 32.0, "beta_slow": 1.0},
+    },
     "mistral": {"sliding_window": 5},
     "mixtral": {"sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2},
     "nemotron_h": ROUTED
     | {"layers_block_type": ["mamba", "attention", "moe", "mlp"], "ssm_state_size": 8, "mamba_num_heads": 8}
     | {"mamba_head_dim": 16, "n_groups": 2, "chunk_size": 8, "moe_shared_expert_intermediate_size": 32},
+    # Without the clipping of queries, keys and values OLMo is a Llama whose norms have no weights.
+    "olmo": {"clip_qkv": 0.3},
     "olmo3": {"sliding_window": 5, "layer_types": TWO_WINDOWS},
     "olmo_hybrid": DELTA_NET | {"linear_num_key_heads": 4},
     "olmoe": EXPERTS,
@@ -148,7 +158,7 @@ ALIKE = {
     *("exaone4", "falcon_h1", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "granite", "granitemoe"),
     *("granitemoehybrid", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "kimi_linear", "lfm2", "lfm2_moe"),
     *("minimax_m2", "ministral", "mistral", "mixtral", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "phi3", "qwen2"),
-    *("qwen2_moe", "qwen3_5_moe_text", "qwen3_next", "seed_oss", "starcoder2"),
+    *("qwen2_moe", "qwen3_5_moe_text", "qwen3_next", "seed_oss", "starcoder2", "cwm", "glm4_moe_lite", "olmo"),
 }
 DISTINCT = FAMILIES.keys() - ALIKE
 
