@@ -160,7 +160,7 @@ class IncomingAnswer:
     """Collects the answer to ``request`` as it arrives, in one part or in several.
 
     Tokens whose weight version is not yet known are held back. The embedded engine, and vLLM with our plugin, report
-    versions with every part, but plain vLLM and SGLang only with the last one.
+    versions with every part, plain vLLM only with the last one, and SGLang certainly only up to the first update.
     """
 
     def __init__(self, url: str, request: GenerateRequest, read_version: ReadVersion) -> None:

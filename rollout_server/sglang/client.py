@@ -457,7 +457,7 @@ class SglangEngine:
                 kind = EngineRejected if 400 <= end.status_code < 500 else EngineLost
                 raise kind(f"{self.url} aborted with {end.status_code}: {end.message}")
             # The event of a request that is aborted while it waits repeats the last token, and all log-probabilities.
-            tokens = event.output_ids[: meta.completion_tokens - received]
+            tokens = event.output_ids[: max(0, meta.completion_tokens - received)]
             if len(tokens) < len(event.output_ids) and not isinstance(end, Aborted):
                 raise EngineRejected(f"{self.url} repeats tokens; start it with --incremental-streaming-output")
             sampled = (meta.output_token_logprobs or [])[: len(tokens)]
