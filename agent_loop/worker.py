@@ -9,10 +9,11 @@
 """
 
 import asyncio
+import functools
 import logging
 import re
 from collections import Counter
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from rl_async.agent_loop import telemetry
@@ -62,10 +63,13 @@ class RewardScorer(Protocol):
 
 
 class Siblings:
-    """The samples of one lease, whose answers a judge compares once the last of them was played or has failed."""
+    """The samples of one lease, whose answers a judge compares once the last of them was played or has failed.
 
-    def __init__(self, samples: int) -> None:
-        self._missing, self._complete = samples, asyncio.Event()
+    ``spawn`` starts the comparison as a task, which the end of the run cancels.
+    """
+
+    def __init__(self, samples: int, spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]) -> None:
+        self._missing, self._complete, self._spawn = samples, asyncio.Event(), spawn
         self._rows: list[list[Trajectory]] = []
         self._comparing: asyncio.Task[None] | None = None
 
@@ -80,7 +84,7 @@ class Siblings:
         """Wait for all samples, and for the comparison of them, role by role, which the first caller starts."""
         await self._complete.wait()
         if self._comparing is None:
-            self._comparing = asyncio.create_task(self._compare(rewards, task), name="comparison")
+            self._comparing = self._spawn(self._compare(rewards, task))
         # Cancelling one sample must not cancel the others' comparison.
         await asyncio.shield(self._comparing)
 
@@ -186,7 +190,8 @@ class AgentWorker:
                 return
             for group in leased.groups:
                 compared = self._compares and group.partition == "train"
-                siblings = Siblings(len(group.samples)) if compared else None
+                spawn = functools.partial(self._spawn, tasks, name=f"comparison {group.group_id}")
+                siblings = Siblings(len(group.samples), spawn) if compared else None
                 for sample in group.samples:
                     self._held.append((group.group_id, sample, group.attempt))
                     self._spawn(tasks, self._play(group, sample, siblings), f"sample {group.group_id}.{sample}")
@@ -306,10 +311,11 @@ class AgentWorker:
         elif times:
             log.log(logging.WARNING if known else logging.ERROR, "%s: %r (%s, %d times)", name, error, kind, times)
 
-    def _spawn(self, group: asyncio.TaskGroup, work: Coroutine[Any, Any, None], name: str) -> None:
+    def _spawn(self, group: asyncio.TaskGroup, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = group.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 # So many failures of each kind are all logged, and so many kinds are counted.
