@@ -238,4 +238,6 @@ def test_the_policy_teaches_itself_with_a_hint_beside_another_teacher_on_two_ran
     taught = f"algorithm.teacher={{{teachers}, divergence: reverse, top_k: 5}}"
     finish(start("hinted", taught, "reward.functions=[]", "trainer.ranks=2", mode="disaggregated"))
     rows = assert_complete(home, "hinted", 1)
-    assert all(row["loss/grad_norm"] > 0 and row["loss/kl_teacher"] > APART for row in rows)
+    # The model is hardly trained, so a hint changes little; what it changes is learned.
+    distances = [row["loss/kl_teacher"] for row in sorted(rows, key=lambda row: row["step"])]
+    assert 0 < distances[-1] < distances[0] / 4
