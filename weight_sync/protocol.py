@@ -25,10 +25,10 @@ Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 class InitInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How an engine joins a transfer. Coordinator -> engine.
 
-    ``ipc`` needs only the backend, ``disk`` only the ``folder`` of the files. For the others the sender is rank 0 of a
-    group of ``world_size``. They meet at the file ``store``, which only the user of both sides can open, or else at
-    ``master_address:master_port``. The engine's first worker has the rank ``rank_offset``, the others the following
-    ones. ``timeout_s`` is for the rendezvous and for each transfer. ``shm_name`` is the shared memory that ``nearest``
+    The engine's first worker has the rank ``rank_offset``, the others the following ones; ``ipc`` needs no more, and
+    ``disk`` only the ``folder`` of the files. For the others the sender is rank 0 of a group of ``world_size``. They
+    meet at the file ``store``, which only the user of both sides can open, or else at ``master_address:master_port``.
+    ``timeout_s`` is for the rendezvous and for each transfer. ``shm_name`` is the shared memory that ``nearest``
     tries, or empty if it could not be allocated. ``collectives`` is the sender's version of NCCL, if it knows it.
 
     If several trainer ranks send, ``sources`` has an entry for each; if several workers of the engine receive,
@@ -93,8 +93,9 @@ class UpdateInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     totals: list[Count] = []
     checksum: str
     # Place of the bytes for the ipc transport, on the host or on an accelerator, and for the disk transport.
+    # ``device_memory`` has an entry for each worker, by its rank.
     shm_name: str = ""
-    device_memory: DeviceMemory | None = None
+    device_memory: list[DeviceMemory] = []
     file: str = ""
     # ``keep`` loads the bucket and keeps a copy for later deltas; ``stage`` only keeps it, for ``finish`` to load.
     # Both need the version, the bucket's position and the number of buckets.

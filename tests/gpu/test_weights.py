@@ -124,17 +124,17 @@ def answer(process: "subprocess.Popen[str]") -> float:
 @pytest.mark.parametrize("offloaded", [False, True])
 def test_engines_read_buckets_from_memory_of_the_device(offloaded: bool) -> None:
     """Two engines, two versions; what is added on the device is two buckets."""
-    sender = SharedMemorySender()
+    sender = SharedMemorySender((1, 1))
     with engine() as one, engine() as other:
-        for process in (one, other):
-            tell(process, InitInfo(backend="ipc"))
+        for number, process in enumerate((one, other)):
+            tell(process, sender.init_info(number))
         for value in (1.0, 5.0):
             buckets = [bucket.offloaded() if offloaded else bucket for bucket in filled(value)]
             before = torch.cuda.memory_allocated()
             found = [0.0, 0.0]
             for bucket in buckets:
                 info = sender.stage(bucket)
-                assert info.device_memory is not None and not info.shm_name
+                assert len(info.device_memory) == 2 and not info.shm_name
                 for number, process in enumerate((one, other)):
                     tell(process, info)
                     found[number] += answer(process)
@@ -165,7 +165,7 @@ def test_every_rank_sends_its_shards_from_the_device(ranks: int, kept: str) -> N
             for number in range(shipment.count):
                 info = shipment.stage(number)
                 for source in info.sources or [info]:
-                    assert source.device_memory is not None and source.checksum.startswith(SUMS)
+                    assert source.device_memory and source.checksum.startswith(SUMS)
                 tell(process, info)
                 shipment.send(number)
                 found += answer(process)

@@ -192,7 +192,7 @@ TRANSPORTS: dict[TransportName, Transport] = {
         lambda s: NearestSender(s.workers, s.group_name, s.timeout_s, s.bucket_bytes, s.host, s.stores),
         NearestReceiver,
     ),
-    "ipc": Transport(lambda _: SharedMemorySender(), SharedMemoryReceiver),
+    "ipc": Transport(lambda s: SharedMemorySender(s.workers), SharedMemoryReceiver),
     "nccl": Transport(lambda s: NcclSender(s.workers, s.group_name, s.timeout_s, s.host, s.stores), NcclReceiver),
     "disk": Transport(lambda s: DiskSender(s.folder / s.group_name), DiskReceiver),
 }

@@ -6,7 +6,8 @@ in turns.
 
 The sender owns them. If it is killed, Python's resource tracker unlinks the segments, or the parent of the sender
 (``rl_async.process.private_folder``); the driver frees device memory. torch counts who has opened a handle; memory that
-its owner drops is reused once nobody has it open.
+its owner drops is reused once nobody has it open. An export counts one reader: a second that closes the same export
+takes the unsigned counter below zero, and the memory is never freed. So each reader gets an export of its own.
 """
 
 import _posixshmem
@@ -14,6 +15,7 @@ import mmap
 import os
 import threading
 from collections import deque
+from collections.abc import Sequence
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any, cast
 
@@ -117,12 +119,13 @@ class HostSlot:
 
 
 class DeviceSlot:
-    """Memory of an accelerator for one bucket at a time. ``fields`` of a manifest name it to engines."""
+    """Memory of an accelerator for one bucket at a time. ``fields`` of a manifest name it to ``readers`` workers."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
+    def __init__(self, nbytes: int, device: torch.device, readers: int) -> None:
         self.nbytes, self.device = nbytes, device
-        self._data: Tensor | None = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.fields: dict[str, Any] = {"device_memory": exported(self._data)}
+        data = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._data: Tensor | None = data
+        self.fields: dict[str, Any] = {"device_memory": [exported(data) for _ in range(readers)]}
 
     def fill(self, data: Tensor) -> None:
         """Copy ``data``, uint8[up to nbytes], to the beginning; return when it is there."""
@@ -137,9 +140,10 @@ class DeviceSlot:
 
 
 class SharedMemorySender:
-    """One slot per staged bucket, read by any number of engines. Engines need no connection to it."""
+    """One slot per staged bucket, read by the ``workers`` of each engine. Engines need no connection to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: Sequence[int] = (1,)) -> None:
+        self._workers = workers
         self._staged: deque[HostSlot | DeviceSlot] = deque()
         self._spare: list[HostSlot | DeviceSlot] = []
         # A thread may still stage a bucket while the sender is closed.
@@ -147,8 +151,8 @@ class SharedMemorySender:
         self._closed = False
 
     def init_info(self, member: int) -> InitInfo:
-        """Tell engines the transport; the manifest of each bucket names its slot."""
-        return InitInfo(backend="ipc")
+        """Tell engine ``member`` its rank among the readers; the manifest of each bucket names its slot."""
+        return InitInfo(backend="ipc", rank_offset=sum(self._workers[:member]))
 
     def reserve(self, nbytes: int) -> str:
         """Make both slots for buckets on the host beforehand; return the name of one segment.
@@ -199,20 +203,25 @@ class SharedMemorySender:
             if slot.nbytes >= bucket.nbytes and slot.device == bucket.device:
                 return slot
             slot.close()
-        return HostSlot(bucket.nbytes) if bucket.device.type == "cpu" else DeviceSlot(bucket.nbytes, bucket.device)
+        if bucket.device.type == "cpu":
+            return HostSlot(bucket.nbytes)
+        return DeviceSlot(bucket.nbytes, bucket.device, sum(self._workers))
 
 
 class SharedMemoryReceiver:
     """Maps the slots that manifests name, on the engine's side."""
 
     def __init__(self, info: InitInfo) -> None:
-        """Take the info like other transports, although nothing is joined."""
+        """Take the rank from the info; nothing is joined."""
+        self._rank = info.rank_offset
         # At most as many as the sender has. They stay open from bucket to bucket: to map pages again costs time.
         self._open: dict[str | DeviceMemory, Tensor] = {}
 
     def receive(self, info: UpdateInfo) -> Tensor:
         """Return one bucket's bytes, uint8[nbytes], where they are. They are read-only and valid until the answer."""
-        nbytes, where = wire_bytes(info), info.device_memory or info.shm_name
+        if info.device_memory and self._rank >= len(info.device_memory):
+            raise WeightSyncError(f"a bucket for {len(info.device_memory)} workers, and this has rank {self._rank}")
+        nbytes, where = wire_bytes(info), info.device_memory[self._rank] if info.device_memory else info.shm_name
         if isinstance(where, DeviceMemory) and nbytes > where.nbytes:
             raise WeightSyncError(f"a bucket of {nbytes} bytes in device memory of {where.nbytes} bytes")
         if where not in self._open:

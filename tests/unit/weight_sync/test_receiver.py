@@ -220,14 +220,41 @@ def test_a_larger_bucket_gets_larger_memory_in_place_of_the_old() -> None:
     assert [tensor.tolist() for tensor in loaded] == [list(range(100)), list(range(10))]
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a device, which the handles do not name")
+def test_each_worker_opens_the_export_that_was_made_for_it(staged: UpdateInfo) -> None:
+    sender = SharedMemorySender((2, 1))
+    ranks = [sender.init_info(member).rank_offset for member in range(2)]
+    assert ranks == [0, 2]
+    exports = [
+        DeviceMemory(
+            device=f"GPU-{rank}",
+            handle=b"h",
+            nbytes=64,
+            offset=0,
+            counter=b"c",
+            counter_offset=rank,
+            event=b"",
+            wait=False,
+        )
+        for rank in range(3)
+    ]
+    info = msgspec.structs.replace(staged, shm_name="", device_memory=exports)
+    for rank in range(3):
+        with pytest.raises(WeightSyncError, match=f"device GPU-{rank}"):
+            SharedMemoryReceiver(InitInfo(backend="ipc", rank_offset=rank)).receive(info)
+    with pytest.raises(WeightSyncError, match="3 workers, and this has rank 3"):
+        SharedMemoryReceiver(InitInfo(backend="ipc", rank_offset=3)).receive(info)
+    sender.close()
+
+
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a device, which the handle does not name")
 def test_memory_of_a_device_that_this_engine_does_not_see_is_refused(staged: UpdateInfo) -> None:
     memory = DeviceMemory(
         device="GPU-0", handle=b"h", nbytes=64, offset=0, counter=b"c", counter_offset=0, event=b"", wait=False
     )
-    manifest = msgspec.json.encode(msgspec.structs.replace(staged, shm_name="", device_memory=memory))
+    manifest = msgspec.json.encode(msgspec.structs.replace(staged, shm_name="", device_memory=[memory]))
     info = msgspec.json.decode(manifest, type=UpdateInfo)
-    assert info.device_memory == memory
+    assert info.device_memory == [memory]
     with pytest.raises(WeightSyncError, match=r"device GPU-0.* none.*nccl, gloo or disk"):
         receive(info, lambda _: None)
     with pytest.raises(WeightSyncError, match="1024 bytes in device memory of 64"):
