@@ -8,7 +8,8 @@ row, and one call of fused attention serves each such group: no padding, no copy
 parts, and never copies shared tokens. Each node attends causally to itself, and all descendants of a node, which
 follow it, attend to all of it: one call without a mask over views of the packed row. The parts are put together by
 the logarithms of their sums of exponentials, as in ring attention (arXiv:2310.01889, section 3.1), and so is the
-backward pass: a part's gradient follows from the whole output and the whole sum. ``copied`` gives each node the keys
+backward pass: a part's gradient follows from the whole output and the whole sum. On GPUs ``merged_by_kernel`` does the
+same with FlashAttention. ``copied`` gives each node the keys
 of its path from the root, copied, and a mask. It serves the cases that PyTorch's fused kernel for CPUs cannot:
 windows, capped scores, values that are not as wide as keys.
 
@@ -175,9 +176,11 @@ def _of_tree(query: Tensor, key: Tensor, value: Tensor, tree: TreeCalls, window:
     """Attend over a tree of prefixes, [1, heads, N, D] to [N, heads, D]."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     window = None if window is None or tree.longest <= window else window
-    # PyTorch's fused kernel for CPUs needs values as wide as keys.
-    if window is None and form.softcap is None and form.sinks is None and q.shape[-1] == v.shape[-1]:
-        return merged(q, k, v, tree, form.scaling)
+    if window is None and form.softcap is None and form.sinks is None:
+        if _is_plain_cpu(q, v):
+            return merged(q, k, v, tree, form.scaling)
+        if q.device.type != "cpu" and _kernel_takes(q, v):
+            return merged_by_kernel(q, k, v, tree, form.scaling)
     return copied(q, k, v, tree, window, partial(_masked, form=form))
 
 
@@ -235,8 +238,9 @@ AttentionInterface.register(NAME, packed_attention)
 
 # --- Operators
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+aten: Any = torch.ops.aten
+_forward = aten._scaled_dot_product_flash_attention_for_cpu
+_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @torch.library.custom_op("rl_async::row_attention", mutates_args=())
@@ -341,6 +345,54 @@ def merged(q: Tensor, k: Tensor, v: Tensor, calls: TreeCalls, scaling: float | N
     """Attend over a tree in parts, with queries [N, heads, D] and as many or fewer heads of keys and values."""
     result: Tensor = _Merged.apply(q, k, v, calls, scaling)
     return result
+
+
+def merged_by_kernel(q: Tensor, k: Tensor, v: Tensor, calls: TreeCalls, scaling: float | None) -> Tensor:
+    """Attend over a tree in parts with FlashAttention for rows of several sequences, as ``merged`` does on a CPU."""
+    result: Tensor = _MergedByKernel.apply(q, k, v, calls, scaling)
+    return result
+
+
+class _MergedByKernel(torch.autograd.Function):
+    """One call for what all nodes attend to within themselves, and one for the descendants of each node that has any.
+
+    A kernel's backward pass takes the result and the sum of exponentials of all parts, as FlashAttention splits long
+    rows itself (arXiv:2307.08691, section 3.1.2). Dropout is 0, so no call reads the random state of another.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, calls: TreeCalls, scaling: float | None) -> Tensor:
+        flash, nodes, longest = aten._flash_attention_forward, calls.borders, calls.longest_node
+        own, sums, random, *_ = flash(q, k, v, nodes, nodes, longest, longest, 0.0, True, False, scale=scaling)
+        out, sums = own.float(), sums.clone()
+        for (start, stop, end), borders in zip(calls.over, calls.over_borders, strict=True):
+            lengths, rows, keys = (end - stop, stop - start), slice(stop, end), slice(start, stop)
+            part, part_sums, *_ = flash(q[rows], k[keys], v[keys], *borders, *lengths, 0.0, False, False, scale=scaling)
+            # Sums are [heads, N].
+            whole = torch.logaddexp(sums[:, rows], part_sums)
+            out[rows] *= (sums[:, rows] - whole).exp_().t()[..., None]
+            out[rows] += part * (part_sums - whole).exp_().t()[..., None]
+            sums[:, rows] = whole
+        out = out.to(q.dtype)
+        ctx.calls, ctx.scaling = calls, scaling
+        ctx.save_for_backward(q, k, v, out, sums, random)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, sums, random = ctx.saved_tensors
+        calls, grad, unused = ctx.calls, grads[0].contiguous(), random.new_empty(0)
+        flash, nodes, longest = aten._flash_attention_backward, calls.borders, calls.longest_node
+        around = grad, q, k, v, out, sums, nodes, nodes, longest, longest
+        d_q, d_k, d_v = (x.float() for x in flash(*around, 0.0, True, random, unused, scale=ctx.scaling))
+        for (start, stop, end), borders in zip(calls.over, calls.over_borders, strict=True):
+            lengths, rows, keys = (end - stop, stop - start), slice(stop, end), slice(start, stop)
+            around = grad[rows], q[rows], k[keys], v[keys], out[rows], sums[:, rows].contiguous(), *borders, *lengths
+            by_q, by_k, by_v = flash(*around, 0.0, False, random, unused, scale=ctx.scaling)
+            d_q[rows] += by_q
+            d_k[keys] += by_k
+            d_v[keys] += by_v
+        return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), None, None
 
 
 class _Merged(torch.autograd.Function):

@@ -36,7 +36,7 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import DataError, UserError
 from rl_async.model_files import experts_of, mixers_of
 from rl_async.pictures import PictureProcessor
-from rl_async.torch_shared import bfloat16_products, output_logits, widened
+from rl_async.torch_shared import bfloat16_products, has_flash_attention, output_logits, widened
 from rl_async.trainer.attention import NAME, Sharing, exchanged, gathered
 from rl_async.trainer.backend import OutputName, Outputs, policy_outputs
 from rl_async.trainer.batch_layout import TowerCost
@@ -293,7 +293,7 @@ def build_headed(
         apply_liger(lm, device)
     if reason := why_padded(lm.config):
         log.warning("%s: rows of %s are padded, not packed, which is slower: %s", key, path, reason)
-    if apart := why_prefixes_apart(lm.config, device, options):
+    if apart := why_prefixes_apart(lm.config, device, dtype, options):
         log.info("%s: what rows of %s begin with is computed for each of them: %s", key, path, apart)
     model = Headed(lm, head, sharing, shares_prefixes=apart is None, pictures=pictures)
     weights = Path(path) / VALUE_HEAD_FILE
@@ -575,14 +575,14 @@ def _by_rows(
 # --- Kernels
 
 
-def why_prefixes_apart(config: Any, device: str, options: TrainerConfig) -> str | None:
+def why_prefixes_apart(config: Any, device: str, dtype: torch.dtype, options: TrainerConfig) -> str | None:
     """Why a model with this Hugging Face config computes shared prefixes once per row, or None."""
     if reason := why_padded(config):
         return f"its rows are not packed: {reason}"
     if options.sequence_parallel > 1:
         return "ranks that share rows (trainer.sequence_parallel) exchange whole ones"
-    if device != "cpu":
-        return "attention over shared prefixes is made for CPUs"
+    if device != "cpu" and not (dtype == torch.bfloat16 and has_flash_attention(torch.device(device))):
+        return "attention over shared prefixes needs FlashAttention and bfloat16 on an accelerator"
     if options.compile:
         return "compiled layers (trainer.compile) would be compiled anew for every tree of prefixes"
     return None

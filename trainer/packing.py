@@ -170,18 +170,21 @@ class Tensors(msgspec.Struct):
     tree: PrefixTree | None = None
     experts: Tensor | None = None  # int16 [B, T, layers, k]
     images: Images | None = None
-    # How ``packed`` put them into one row, with prefixes shared and apart.
-    packings: "dict[bool, Packed | PackedTree]" = {}
+    # The results of ``packed`` with prefixes shared and apart; None if they are not kept.
+    packings: "dict[bool, Packed | PackedTree] | None" = None
 
     def packed(self, shares_prefixes: bool) -> "Packed | PackedTree":
         """Put the tokens into one row, or into a tree if rows share prefixes and ``shares_prefixes``.
 
-        Every pass over the micro-batch gets the same result.
+        With ``packings``, an empty dictionary at first, later calls get the same result: nothing else may change then.
         """
         tree = self.tree if shares_prefixes else None
-        if (tree is not None) not in self.packings:
-            self.packings[tree is not None] = pack(self) if tree is None else pack_tree(self, tree)
-        return self.packings[tree is not None]
+        if self.packings is not None and (tree is not None) in self.packings:
+            return self.packings[tree is not None]
+        made = pack(self) if tree is None else pack_tree(self, tree)
+        if self.packings is not None:
+            self.packings[tree is not None] = made
+        return made
 
     @property
     def computed(self) -> int:
@@ -418,6 +421,8 @@ class TreeCalls:
         paths: For nodes of one length and depth their tokens, int64 [S, L], and their paths from the root, [S, K].
         rows: The paths from the root to the leaves, int64 [S, K] for those of one length; every token is on one.
         first: For each token a place of it among the flattened ``rows``, int64 [N].
+        borders: Where nodes begin and end, int32, and of each call of ``over`` where its queries and its keys do.
+        longest_node: Tokens of the longest node.
     """
 
     longest: int
@@ -426,6 +431,9 @@ class TreeCalls:
     paths: tuple[tuple[Tensor, Tensor], ...]
     rows: tuple[Tensor, ...]
     first: Tensor
+    borders: Tensor
+    over_borders: tuple[tuple[Tensor, Tensor], ...]
+    longest_node: int
 
 
 @dataclass(frozen=True)
@@ -518,16 +526,24 @@ def tree_calls(tree: PrefixTree, device: torch.device) -> TreeCalls:
     stacked = [(length, to_device(torch.stack(same), device)) for (length, _), same in sorted(paths.items())]
     rows = [torch.stack(same) for _, same in sorted(leaves.items(), reverse=True)]
     first = np.unique(torch.cat([same.flatten() for same in rows]).numpy(), return_index=True)[1]
+    over = tuple((node.start, node.stop, node.end) for node in tree.nodes if node.end > node.stop)
+
+    def borders(*places: int) -> Tensor:
+        return to_device(torch.tensor(places, dtype=torch.int32), device)
+
     return TreeCalls(
         longest=int(tree.positions.max()) + 1,
         own=tuple(
             (length, to_device((torch.tensor(those)[:, None] + torch.arange(length)).flatten(), device))
             for length, those in sorted(starts.items(), reverse=True)
         ),
-        over=tuple((node.start, node.stop, node.end) for node in tree.nodes if node.end > node.stop),
+        over=over,
         paths=tuple((same[:, -length:], same) for length, same in stacked),
         rows=tuple(to_device(same, device) for same in rows),
         first=to_device(torch.from_numpy(first), device),
+        borders=borders(*(node.start for node in tree.nodes), len(tree.places)),
+        over_borders=tuple((borders(0, end - stop), borders(0, stop - start)) for start, stop, end in over),
+        longest_node=max(starts),
     )
 
 

@@ -177,6 +177,8 @@ def micro_batch(
         replay_routers=models.policy.replays_routers,
         images=lay_images(own, media, models.policy.pictures, device),
     )
+    # Every pass of the step reads the same.
+    tensors.packings = {}
     if models.policy.replays_routers and tensors.experts is None:
         warn_unrecorded()
     readings = {} if models.teachers is None else models.teachers.read(own, tensors)

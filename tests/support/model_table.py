@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -34,7 +35,7 @@ def table(vllm: Mapping[str, str]) -> list[str]:
     for kind in KINDS:
         config = config_of(kind)
         replay = "-" if not experts_of(config) else _yes(kind in REPLAYED)
-        shared = why_prefixes_apart(config, "cpu", TrainerConfig()) is None
+        shared = why_prefixes_apart(config, "cpu", torch.float32, TrainerConfig()) is None
         assert shared == (why_not_shared(config, 2) is None), "the page has one word for both"
         cells = [
             kind,

@@ -7,6 +7,7 @@ tensors on it go through gloo. It has no streams, no kernels and no memory of it
 """
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -85,11 +86,59 @@ class OnDevice(Tensor):
             kwargs["device"] = "cpu"
         if kwargs.get("pin_memory"):  # for which torch needs a backend that is not made of Python
             kwargs["pin_memory"] = False
-        found = function(*tree_map(_in, args), **tree_map(_in, kwargs))
+        found = _KERNELS.get(function, function)(*tree_map(_in, args), **tree_map(_in, kwargs))
         own = {id(x.inner): x for x in given if isinstance(x, OnDevice)}
         if where.type == "cpu":
             return tree_map(lambda x: _counted(x) if isinstance(x, Tensor) else x, found)
         return tree_map(lambda x: _same(own, x), found)
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, scale: float) -> tuple[Tensor, ...]:
+    """``aten._flash_attention_forward``, in plain torch: sums are [heads, N], and the rest is not for use."""
+    out, sums = _attended(q, k, v, *rest[:2], bool(rest[5]), scale)
+    return out, sums, *(torch.zeros(2, dtype=torch.int64) for _ in range(3))
+
+
+def _flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, *rest: Any, scale: float
+) -> tuple[Tensor, ...]:
+    """Gradients with the weights exp(score - sum), whichever keys the sum was over; FlashAttention 2, algorithm 2."""
+    borders, causal, repeats = rest[:2], bool(rest[5]), q.shape[1] // k.shape[1]
+    keys, values = (x.repeat_interleave(repeats, 1) for x in (k, v))
+    scores = _scores(q, keys, *borders, causal, scale)
+    weights = (scores - sums[:, :, None]).exp()
+    by_weights = torch.einsum("nhd,mhd->hnm", grad, values) - (grad * out).sum(-1).t()[:, :, None]
+    by_scores = weights * by_weights * scale
+    d_q = torch.einsum("hnm,mhd->nhd", by_scores, keys)
+    d_k = torch.einsum("hnm,nhd->mhd", by_scores, q).unflatten(1, (-1, repeats)).sum(2)
+    d_v = torch.einsum("hnm,nhd->mhd", weights, grad).unflatten(1, (-1, repeats)).sum(2)
+    return d_q, d_k, d_v
+
+
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, q_borders: Tensor, k_borders: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = _scores(q, keys, q_borders, k_borders, causal, scale)
+    return torch.einsum("hnm,mhd->nhd", scores.softmax(-1), values), scores.logsumexp(-1)
+
+
+def _scores(q: Tensor, k: Tensor, q_borders: Tensor, k_borders: Tensor, causal: bool, scale: float) -> Tensor:
+    """Scores [heads, N, M], minus infinity among different sequences and, if causal, for later keys."""
+    of_q, of_k = (
+        torch.bucketize(torch.arange(len(x)), borders, right=True) for x, borders in ((q, q_borders), (k, k_borders))
+    )
+    sees = of_q[:, None] == of_k
+    if causal:
+        sees &= torch.arange(len(q))[:, None] >= torch.arange(len(k))
+    return (torch.einsum("nhd,mhd->hnm", q, k) * scale).masked_fill(~sees, float("-inf"))
+
+
+# Kernels of a GPU that a CPU lacks.
+_KERNELS: dict[Any, Callable[..., Any]] = {
+    aten._flash_attention_forward.default: _flash_forward,
+    aten._flash_attention_backward.default: _flash_backward,
+}
 
 
 def held() -> int:

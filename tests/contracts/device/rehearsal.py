@@ -9,7 +9,7 @@ import functools
 import itertools
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -28,10 +28,11 @@ from rl_async.rollout_server.embedded.core import EngineCore, Sequence
 from rl_async.rollout_server.embedded.engine_thread import EngineThread
 from rl_async.trainer.actor_critic import Models
 from rl_async.trainer.algorithms.algorithm import build
+from rl_async.trainer.attention import merged, merged_by_kernel
 from rl_async.trainer.backend import LossFn, OutputName, Outputs
 from rl_async.trainer.batches import Batch, plan_batch
 from rl_async.trainer.fsdp2 import Fsdp2Backend
-from rl_async.trainer.packing import Tensors, collate
+from rl_async.trainer.packing import Tensors, collate, tree_calls
 from rl_async.trainer.update import update
 from rl_async.weight_sync.buckets import SUMS, Bucket, Piece, deltas, numbered, unpack, verify
 from rl_async.weight_sync.coordinator import TakeTurns
@@ -40,15 +41,17 @@ from rl_async.weight_sync.protocol import SyncReport, of_worker
 from rl_async.weight_sync.receiver import Assembler, RetainedBuckets, WeightReceiver
 from rl_async.weight_sync.reshard import Gathering, PointToPoint
 from rl_async.weight_sync.sender import Needs, Outlet, RankShards
-from tests.conftest import make_rows
+from tests.conftest import VOCAB, make_rows
 from tests.contracts.device import turns
 from tests.contracts.device.turns import HandedOver, all_turns
 from tests.support import python_device
+from tests.support.batches import shared_rows
 from tests.support.python_device import DEVICE, NAME, SCALARS, moved, sent
 from tests.support.weights import shards_of
 
 BUCKET = 4096
 MINIS = 2
+HEAD_DIM = 8
 # Corrections before and within the loss, each with all terms that read numbers per token.
 ALGORITHMS = [
     AlgorithmConfig(
@@ -163,6 +166,28 @@ def updating(there: Fsdp2Backend, here: Fsdp2Backend) -> Told:
             del backend.step  # type: ignore[attr-defined]
     losses = [[found[name] for name in ("loss/policy", "loss/grad_norm")] for found in metrics]
     return {"within": within, "later": later, "losses": list(zip(losses[::2], losses[1::2], strict=True))}
+
+
+def prefixes() -> Told:
+    """Attention over a tree of prefixes with a GPU's kernel, beside that with a CPU's, and in float64."""
+    batch, draw = shared_rows(VOCAB), torch.Generator().manual_seed(0)
+    assert batch.tree is not None
+    shapes = [(len(batch.tree.places), heads, HEAD_DIM) for heads in (4, 2, 2, 4)]
+    *given, seen = (torch.randn(shape, generator=draw) for shape in shapes)
+
+    def attended(attend: Callable[..., Tensor], device: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        calls = tree_calls(batch.tree, torch.device(device))
+        parts = [x.to(device, dtype).requires_grad_() for x in given]
+        out = attend(*parts, calls, HEAD_DIM**-0.5)
+        return [x.cpu().double() for x in (out, *torch.autograd.grad(out, parts, seen.to(out)))]
+
+    exact = attended(merged, "cpu", torch.float64)
+    there, here = attended(merged_by_kernel, DEVICE), attended(merged, "cpu")
+    return {
+        "difference": [float((a - b).abs().max()) for a, b in zip(there, here, strict=True)],
+        "sizes": [float(x.abs().max()) for x in exact],
+        "nested": max(len(calls.over) for calls in [tree_calls(batch.tree, torch.device("cpu"))]),
+    }
 
 
 def gathering(there: Fsdp2Backend) -> Told:
@@ -388,6 +413,7 @@ def main(folder: str) -> None:
         "mixing": mixing,
         "training": lambda: training(there, here),
         "updating": lambda: updating(there, here),
+        "prefixes": prefixes,
         "gathering": lambda: gathering(there),
         "generating": lambda: generating(folder, there),
         "taking turns": lambda: taking_turns(there),

@@ -11,7 +11,7 @@ from tests.conftest import VOCAB
 from tests.contracts.trainer.test_training import LAYERS, TERMS
 from tests.support.forked import Forked
 from tests.support.python_device import NAME, SCALARS
-from tests.support.rounding import pass_rounding
+from tests.support.rounding import pass_rounding, rounding
 
 SURVIVORS = {
     "well": ["one", "other"],
@@ -56,6 +56,14 @@ def test_losses_copy_nothing_and_later_passes_read_what_the_first_brought(told: 
     assert found["within"] == [] == found["later"]
     for there, here in found["losses"]:
         assert there == pytest.approx(here, rel=pass_rounding(2.0, LAYERS, TERMS, backward=True))
+
+
+def test_a_tree_of_prefixes_is_attended_to_as_on_a_cpu(told: Told) -> None:
+    found = told["prefixes"]
+    assert found["nested"] > 3
+    for difference, size in zip(found["difference"], found["sizes"], strict=True):
+        print(f"prefixes, kernel - CPU: {difference:.1e} of {size:.1e}")
+        assert difference <= rounding(max(1.0, size), terms=64)
 
 
 def test_asleep_the_trainer_is_on_the_host_and_awake_on_the_device(told: Told) -> None:

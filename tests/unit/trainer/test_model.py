@@ -297,17 +297,22 @@ def test_what_cannot_share_says_why(
 
 
 @pytest.mark.parametrize(
-    ("device", "options"),
+    ("device", "dtype", "options"),
     [
-        ("cuda", TrainerConfig()),
-        ("cpu", TrainerConfig(sequence_parallel=2)),
-        ("cpu", TrainerConfig(compile=True)),
+        ("xpu", torch.bfloat16, TrainerConfig()),
+        ("cuda", torch.float32, TrainerConfig()),
+        ("cpu", torch.float32, TrainerConfig(sequence_parallel=2)),
+        ("cuda", torch.bfloat16, TrainerConfig(compile=True)),
     ],
 )
-def test_where_prefixes_stay_apart(device: str, options: TrainerConfig) -> None:
+def test_where_prefixes_stay_apart(
+    device: str, dtype: torch.dtype, options: TrainerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rl_async.trainer.model.has_flash_attention", lambda device: device.type == "cuda")
     config = AutoConfig.for_model("qwen3", **COMMON)
-    assert why_prefixes_apart(config, "cpu", TrainerConfig()) is None
-    assert why_prefixes_apart(config, device, options)
+    for shared in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        assert why_prefixes_apart(config, *shared, TrainerConfig()) is None
+    assert why_prefixes_apart(config, device, dtype, options)
 
 
 LAYERS, EXPERTS, CHOSEN = 4, 4, 2
