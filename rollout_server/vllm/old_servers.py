@@ -144,7 +144,7 @@ def register() -> None:
 
 
 def _send_versions(serving: Any) -> None:
-    class Choice(serving.GenerateResponseStreamChoice):  # type: ignore[misc]
+    class Choice(serving.GenerateResponseStreamChoice):
         """A choice in a part of a stream."""
 
         weight_versions: list[dict[str, Any]] | None = None
@@ -152,7 +152,7 @@ def _send_versions(serving: Any) -> None:
         def __init__(self, **named: Any) -> None:
             super().__init__(**named | {"weight_versions": named["token_ids"].versions})
 
-    class Part(serving.GenerateStreamResponse):  # type: ignore[misc]
+    class Part(serving.GenerateStreamResponse):
         """A part of a stream, which would otherwise be written without the fields of ``Choice``."""
 
         choices: list[Choice]
