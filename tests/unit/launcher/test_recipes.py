@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rl_async.configs.load import load_config
 from rl_async.launcher.cli.__main__ import main
 
 ROOT = Path(__file__).parents[3]
@@ -74,3 +75,10 @@ def test_a_dry_run_takes_each_recipe(
         # Its eight GPUs' batch does not fit the memory of a small machine.
         given += ["data.train_batch_groups=16", "rollout.engines=1", "trainer.ranks=1", "trainer.sequence_parallel=1"]
     assert main(["launch", "--config", f"examples/recipes/{name}/config.yaml", "--dry-run", *given]) == 0
+
+
+def test_every_config_loads_also_those_that_no_dry_run_takes() -> None:
+    dpo = load_config(str(RECIPES / "dpo" / "config.yaml"))
+    assert dpo.finetune.out not in ("", dpo.model.path)
+    tiny, whole = (load_config(str(RECIPES / "reasoning_gym" / f"{name}.yaml")) for name in ("tiny", "config"))
+    assert tiny.agent.environment_options == whole.agent.environment_options
