@@ -6,11 +6,14 @@ everywhere.
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rl_async.errors import UserError
 
 DEVICES = Path("/dev")
+# Torch reads it when it makes a group for NVIDIA's or AMD's devices: then ``wait`` raises at its deadline, and no
+# watchdog, which would end the process, watches that group.
+NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 class Accelerator(NamedTuple):
@@ -87,3 +90,9 @@ def backends_of(torch_device: str) -> str:
 def shares_memory(torch_device: str) -> bool:
     """Return whether processes on one machine can map one another's memory on devices of a torch type."""
     return any(one.handles for one in ACCELERATORS if one.torch_device == torch_device)
+
+
+def collectives_version(device_module: Any) -> str:
+    """Return the version of the collectives of ``torch.cuda`` or the like; empty where they tell none."""
+    collectives = getattr(device_module, "nccl", None)
+    return "" if collectives is None else ".".join(map(str, collectives.version()))

@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_async.accelerators import accelerator_here, collectives_of
+from rl_async.accelerators import NO_WATCHDOG, accelerator_here, collectives_of, collectives_version
 from rl_async.concurrency import in_daemon_thread
 from rl_async.errors import UserError, WeightSyncError
 from rl_async.process.private_folder import require_private
@@ -394,7 +394,9 @@ class NcclSender:
     def init_info(self, member: int) -> InitInfo:
         """Describe how engine ``member`` joins, as gloo's does."""
         info = self._rendezvous.init_info(member)
-        return msgspec.structs.replace(info, backend="nccl", collectives=_collectives_version())
+        return msgspec.structs.replace(
+            info, backend="nccl", collectives=collectives_version(torch.get_device_module(_device()))
+        )
 
     def connect(self) -> None:
         """Create the group. Its members connect at the first broadcast."""
@@ -427,7 +429,7 @@ class NcclReceiver:
 
     def __init__(self, info: InitInfo) -> None:
         device_groups()
-        require_same_collectives(info.collectives, _collectives_version())
+        require_same_collectives(info.collectives, collectives_version(torch.get_device_module(_device())))
         self._timeout_s, self._device = info.timeout_s, _device()
         self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
         self._store = store_of(info)
@@ -469,17 +471,13 @@ def device_groups() -> Any:
 
 
 def require_same_collectives(sender: str, engine: str) -> None:
-    """Raise WeightSyncError if both versions of NCCL are known and differ."""
+    """Raise WeightSyncError if both versions of the collectives are known and differ."""
     if sender and engine and sender != engine:
         raise WeightSyncError(
-            f"weight_sync.transport=nccl: the trainer has NCCL {sender} and this engine {engine}, which refuse each "
-            "other; install one torch for both (rollout.python), or choose weight_sync.transport=ipc, gloo or disk"
+            f"weight_sync.transport=nccl: the trainer's collectives have version {sender} and this engine's {engine}, "
+            "which refuse each other; install one torch for both (rollout.python), or choose "
+            "weight_sync.transport=ipc, gloo or disk"
         )
-
-
-def _collectives_version() -> str:
-    """Return the version of NCCL, or AMD's, that this torch brings; empty for other collectives, which tell none."""
-    return ".".join(map(str, torch.cuda.nccl.version())) if _device().type == "cuda" else ""
 
 
 def _device() -> torch.device:
@@ -487,10 +485,6 @@ def _device() -> torch.device:
     device = torch.accelerator.current_accelerator()
     assert device is not None, "device_groups saw one"
     return torch.device(device.type, torch.accelerator.current_device_index())
-
-
-# torch reads it when it makes a group: then ``wait`` raises at its deadline, and no watchdog watches that group.
-NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 @contextmanager

@@ -498,8 +498,16 @@ def test_what_cannot_replay_says_so(
 
 def test_every_family_with_experts_is_known() -> None:
     sparse = {kind for kind in FAMILIES if experts_of(SimpleNamespace(**SPECIAL.get(kind, {})))}
-    others = {"deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe"}
-    others |= {"granitemoehybrid", "hunyuan_v1_moe", "kimi_linear", "lfm2_moe", "minimax_m2", "nemotron_h"}
+    others = {"deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "gpt_oss"}
+    others |= {
+        "granitemoe",
+        "granitemoehybrid",
+        "hunyuan_v1_moe",
+        "kimi_linear",
+        "lfm2_moe",
+        "minimax_m2",
+        "nemotron_h",
+    }
     assert sparse == {*REPLAYED, *others}
     config = SimpleNamespace(model_type="qwen3_moe")
     assert why_not_replayed(config, packs=False, compiled=False)
