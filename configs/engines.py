@@ -176,7 +176,7 @@ class EngineTraits:
         try:
             theirs_object = json.loads(words[at].partition("=")[2] if joined else words[at + 1])
             merged = json.dumps(ours | theirs_object)
-        except (ValueError, TypeError, IndexError) as error:
+        except (ValueError, TypeError, IndexError, RecursionError) as error:
             raise ConfigError(f"rollout.engine_args: {flag} must be followed by a JSON object: {error}") from error
         words[at : at + (1 if joined else 2)] = [flag, merged]
         return tuple(words)

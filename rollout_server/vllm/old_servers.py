@@ -18,6 +18,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from rl_async.files import UNDECODABLE
 from rl_async.process.http_auth import App, Receive, Scope, Send
 from rl_async.weight_sync.protocol import FinishUpdateBody
 
@@ -54,7 +55,7 @@ class WeightVersions:
         body = await Request(scope, receive).body()
         try:
             version = msgspec.json.decode(body, type=FinishUpdateBody).weight_version
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             return await JSONResponse({"error": str(error)}, 400)(scope, receive, send)
 
         async def again() -> dict[str, Any]:

@@ -4,7 +4,6 @@ rl-async is installed beside vLLM (scripts/install vllm), which calls ``register
 vLLM with ``--weight-transfer-config '{"backend": "rl_async"}'``, as ``__main__.py`` does.
 """
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
+from rl_async.concurrency import gather_or_cancel
 from rl_async.configs.engines import WEIGHT_TRANSFER
 from rl_async.rollout_server.vllm import private_names
 
@@ -215,7 +215,7 @@ def _ask_every_copy() -> None:
     async def of_all(client: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> list[Any]:
         call = "collective_rpc", method, timeout, args, kwargs
         asked = [client._call_utility_async(*call, engine=engine) for engine in client.core_engines]
-        return [result for results in await asyncio.gather(*asked) for result in results]
+        return [result for results in await gather_or_cancel(*asked) for result in results]
 
     DPLBAsyncMPClient.collective_rpc_async = of_all
 

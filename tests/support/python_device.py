@@ -95,7 +95,7 @@ class OnDevice(Tensor):
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, scale: float) -> tuple[Tensor, ...]:
     """``aten._flash_attention_forward``, in plain torch: sums are [heads, N], and the rest is not for use."""
-    out, sums = _attended(q, k, v, *rest[:2], bool(rest[5]), scale)
+    out, sums = _attended(q, k, v, rest[0], rest[1], bool(rest[5]), scale)
     return out, sums, *(torch.zeros(2, dtype=torch.int64) for _ in range(3))
 
 
@@ -103,7 +103,7 @@ def _flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, *rest: Any, scale: float
 ) -> tuple[Tensor, ...]:
     """Gradients with the weights exp(score - sum), whichever keys the sum was over; FlashAttention 2, algorithm 2."""
-    borders, causal, repeats = rest[:2], bool(rest[5]), q.shape[1] // k.shape[1]
+    borders, causal, repeats = (rest[0], rest[1]), bool(rest[5]), q.shape[1] // k.shape[1]
     keys, values = (x.repeat_interleave(repeats, 1) for x in (k, v))
     scores = _scores(q, keys, *borders, causal, scale)
     weights = (scores - sums[:, :, None]).exp()

@@ -70,7 +70,7 @@ def config(advantage: str) -> RunConfig:
 
 
 def inputs(rows: list[Trajectory], advantage: str = "grpo") -> AdvantageInputs:
-    whole = whole_batch(rows)
+    whole = whole_batch(rows, with_states="states" in TRAITS[advantage].needs)
     before = Precomputed(
         whole.behaviour,
         2 * whole.behaviour,

@@ -284,7 +284,8 @@ def gigpo(p: Plain) -> Rows:
             continue
         step = (value - np.mean(among)) / (np.std(among, ddof=1) + 1e-4) if len({*among}) > 1 else 0.0
         for k, t in enumerate(p.tokens[i]):
-            result[i][k] += p.x.options.gigpo_weight * step * (p.x.turns[i, t] == number).item()
+            if p.x.turns[i, t] == number:
+                result[i][k] += float(p.x.options.gigpo_weight * step)
     return result
 
 
