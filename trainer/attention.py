@@ -364,6 +364,9 @@ class _MergedByKernel(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, calls: TreeCalls, scaling: float | None) -> Tensor:
         flash, nodes, longest = aten._flash_attention_forward, calls.borders, calls.longest_node
         own, sums, random, *_ = flash(q, k, v, nodes, nodes, longest, longest, 0.0, True, False, scale=scaling)
+        # Sums of another layout, as those of PyTorch before 2.5, would be sliced wrongly.
+        if sums.shape != (q.shape[1], len(q)):
+            raise RuntimeError(f"FlashAttention gave sums {[*sums.shape]} for {len(q)} tokens of {q.shape[1]} heads")
         out, sums = own.float(), sums.clone()
         for (start, stop, end), borders in zip(calls.over, calls.over_borders, strict=True):
             lengths, rows, keys = (end - stop, stop - start), slice(stop, end), slice(start, stop)
