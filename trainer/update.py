@@ -555,22 +555,9 @@ class Objective:
                     trains = trains & near_policy(inputs, self.config.off_policy_mask)
                 per_token = torch.where(trains, per_token, 0.0)
                 sums.add("masked", torch.ones_like(logprobs), inputs.mask & ~trains)
-            kl: Tensor | None = None
             regularisation = torch.zeros_like(inputs.logprobs)
-            if self.config.kl.place != "reward" and self.reference is not None:
-                reference = self.reference.forward(micro.tensors, frozenset({"distribution"})).distribution
-                assert outputs.distribution is not None and reference is not None
-                kl = self.algorithm.kl(outputs.distribution, reference)
-                regularisation = regularisation + self.kl_coef * kl
-            elif self.config.kl.place != "reward" and self.precomputed.reference is not None:
-                reference = torch.where(inputs.mask, micro.cut(self.precomputed.reference), 0.0)
-                kl = self.algorithm.kl(inputs.logprobs, reference)
-                if self.config.kl.unbiased:
-                    kl = kl * inputs.ratio
-                # An estimate from the sampled token is weighted where a grammar's mask restricted the choice. A whole
-                # distribution needs no weight.
-                if whole.grammar_weights is not None:
-                    kl = kl * micro.cut(whole.grammar_weights)
+            kl = self._kl(micro, inputs, outputs)
+            if kl is not None:
                 regularisation = regularisation + self.kl_coef * kl
             distance: Tensor | None = None
             if self.teachers is not None and self.config.teacher is not None:
@@ -609,6 +596,25 @@ class Objective:
             return loss
 
         return loss_fn
+
+    def _kl(self, micro: MicroBatch, inputs: LossInputs, outputs: Outputs) -> Tensor | None:
+        """Return the KL of each token [b, t] that belongs to the loss; None if none does."""
+        if self.config.kl.place == "reward":
+            return None
+        if self.reference is not None:
+            reference = self.reference.forward(micro.tensors, frozenset({"distribution"})).distribution
+            assert outputs.distribution is not None and reference is not None
+            return self.algorithm.kl(outputs.distribution, reference)
+        if self.precomputed.reference is None:
+            return None
+        kl = self.algorithm.kl(inputs.logprobs, torch.where(inputs.mask, micro.cut(self.precomputed.reference), 0.0))
+        if self.config.kl.unbiased:
+            kl = kl * inputs.ratio
+        # An estimate from the sampled token is weighted where a grammar's mask restricted the choice. A whole
+        # distribution needs no weight.
+        if self.whole.grammar_weights is not None:
+            kl = kl * micro.cut(self.whole.grammar_weights)
+        return kl
 
     def _chosen(
         self, mask: Tensor, positions: Tensor, rows: Sequence[int], seed: int
