@@ -32,7 +32,10 @@ KEYS = (
     Key("adam-beta2", "trainer.beta2", 0.999),
     Key("clip-grad", "trainer.grad_clip", 1.0),
     Key("rollout-num-gpus-per-engine", "rollout.tensor_parallel", 1),
+    # SGLang has two names for this flag.
     Key("sglang-ep-size", "rollout.expert_parallel"),
+    Key("sglang-expert-parallel-size", "rollout.expert_parallel"),
+    Key("update-weight-buffer-size", "weight_sync.bucket_bytes"),
     Key("tensor-model-parallel-size", "trainer.tensor_parallel"),
     Key("pipeline-model-parallel-size", "trainer.pipeline_parallel"),
     Key("context-parallel-size", "trainer.sequence_parallel"),
@@ -47,6 +50,12 @@ KEYS = (
     Key("gamma", "algorithm.advantage_options.gamma", 1.0),
     Key("lambd", "algorithm.advantage_options.lam", 1.0),
 )
+_CRITIC = (
+    ("learning_rate", "learning_rate", "lr"),
+    ("schedule", "schedule", "lr-decay-style"),
+    ("lr_warmup_steps", "warmup_steps", "lr-warmup-iters"),
+    ("grad_clip", "grad_clip", "clip-grad"),
+)
 _RAY = "an option of Ray"
 _MEGATRON = "a setting of Megatron that is fixed or absent here"
 NO_COUNTERPART = {
@@ -54,30 +63,38 @@ NO_COUNTERPART = {
     **dict.fromkeys(("dashboard-port", "address", "runtime-env-json", "force"), _RAY),
     **dict.fromkeys(("ref-load", "load", "save"), "checkpoints are in the run's folder, in Hugging Face's format"),
     "apply-chat-template": "prompts are rendered by the chat template",
-    **dict.fromkeys(
-        ("metadata-key", "tool-key", "eval-input-key", "eval-label-key"), "templates of data.path name columns"
-    ),
+    **dict.fromkeys(("metadata-key", "tool-key"), "templates of data.path name columns"),
     **dict.fromkeys(("balance-data", "use-dynamic-batch-size", "micro-batch-size"), "rows are always packed"),
     **dict.fromkeys(("recompute-granularity", "recompute-method", "recompute-num-layers"), _MEGATRON),
     **dict.fromkeys(("attention-dropout", "hidden-dropout", "attention-backend", "sequence-parallel"), _MEGATRON),
     **dict.fromkeys(("accumulate-allreduce-grads-in-fp32", "attention-softmax-in-fp32"), _MEGATRON),
     **dict.fromkeys(("expert-tensor-parallel-size", "optimizer"), _MEGATRON),
     "over-sampling-batch-size": "groups that are given up are replaced one by one (algorithm.shaping.dynamic_sampling)",
-    "custom-tis-function-path": "corrections are algorithm.correction, here slime's own --use-tis",
-    "rollout-function-path": "a run here is asynchronous by queue.max_staleness",
-    **dict.fromkeys(
-        ("sglang-mem-fraction-static", "sglang-dp-size", "sglang-enable-dp-attention", "sglang-enable-dp-lm-head"),
-        "an engine's own setting; rollout.engine_args passes flags on",
-    ),
     **dict.fromkeys(
         ("optimizer-cpu-offload", "overlap-cpu-optimizer-d2h-h2d", "use-precision-aware-optimizer"),
         "Megatron's optimizer stays on the devices",
     ),
     **dict.fromkeys(("moe-token-dispatcher-type", "moe-enable-deepep", "decoder-last-pipeline-num-layers"), _MEGATRON),
+    **dict.fromkeys(
+        ("update-weight-mode", "update-weight-transport", "update-weight-disk-dir", "update-weight-disk-keep-files"),
+        "SGLang gets all weights, and over the network; with vLLM there are weight_sync.delta and transport=disk",
+    ),
+    **dict.fromkeys(
+        ("update-weight-local-checkpoint-dir", "update-weight-delta-encoding", "update-weight-delta-checksum"),
+        "part of the delta's files",
+    ),
+    **dict.fromkeys(
+        ("mtp-num-layers", "enable-mtp-training", "mtp-loss-scaling-factor"),
+        "the heads for several tokens (MTP) are neither trained nor used",
+    ),
+    "sglang-*": "an engine's own setting; rollout.engine_args passes flags on",
     "rollout-stop-token-ids": "an answer ends with the model's own tokens of its generation config",
     "eval-config": "evaluation is data.eval_path and the section eval",
     "min-lr": "a schedule falls to 0",
-    **dict.fromkeys(("offload", "offload-train", "offload-rollout"), "colocated engines sleep while the trainer works"),
+    **dict.fromkeys(
+        ("offload", "offload-train", "offload-rollout", "no-offload-train", "no-offload-rollout"),
+        "colocated engines sleep while the trainer works",
+    ),
     "use-routing-replay": "the engine's experts are replayed instead (trainer.router_replay)",
     **dict.fromkeys(
         ("eval-max-response-len", "eval-max-context-len", "eval-top-p", "eval-top-k"),
@@ -94,6 +111,7 @@ def write(file: Path, more: list[str]) -> str:
     t = Translation(given, notes=[*assumed, *unresolved])
     _missing(t)
     t.translate(KEYS)
+    _weights(t)
     t.only("rollout-top-p", 1)
     t.only("rollout-top-k", -1, 0)
     t.only("adam-beta1", 0.9)
@@ -118,15 +136,41 @@ def write(file: Path, more: list[str]) -> str:
     t.put("tracking.backends", trackers, *(f"use-{name}" for name in trackers))
     if file_of_flags := t.take("custom-config-path"):
         t.notes.append(f"custom-config-path: {file_of_flags} changes flags there, and is not read")
-    late = program.endswith("train_async.py")
-    t.put("queue.max_staleness", int(late), "train_async.py")
-    t.notes.append(
-        "queue.max_staleness: train_async.py samples one step ahead"
-        if late
-        else "slime's train.py is synchronous; with queue.max_staleness=1 generation overlaps with training"
-    )
+    _weight_sync(t, late=program.endswith("train_async.py"))
     t.notes.append("flags of files that the script sources (the model's) are not read; the model's shape is its own")
-    return t.text(f"From {file} (slime).", NO_COUNTERPART)
+    t.notes.append("environment variables that the script sets, also for Ray's jobs, are not read")
+    engines = {flag: NO_COUNTERPART["sglang-*"] for flag in t.given if flag.startswith("sglang-")}
+    return t.text(f"From {file} (slime).", engines | NO_COUNTERPART)
+
+
+def _weight_sync(t: Translation, *, late: bool) -> None:
+    """``train_async.py`` samples one step ahead and publishes every so many steps; ``train.py`` does neither."""
+    every = t.number("update-weights-interval", 1)
+    if late:
+        t.put("weight_sync.every", every, "update-weights-interval")
+        t.notes.append("queue.max_staleness: train_async.py samples one step ahead")
+    else:
+        t.notes.append("slime's train.py is synchronous; with queue.max_staleness=1 generation overlaps with training")
+    t.put("queue.max_staleness", every if late else 0, "train_async.py")
+    function = t.take("rollout-function-path", "slime.rollout.sglang_rollout.generate_rollout")
+    if function.endswith("generate_rollout_fully_async"):
+        t.notes.append(
+            "queue.max_staleness: the fully asynchronous rollout has no bound there; raise it for more overlap"
+        )
+    elif function != "slime.rollout.sglang_rollout.generate_rollout":
+        t.unknown.append(
+            f"agent.loop: {function} makes the rollouts there; write what it does as a loop, or leave it out"
+        )
+
+
+def _weights(t: Translation) -> None:
+    """Tell a checkpoint of the engines' alone, such as a quantised one, from the weights that are trained."""
+    engines, trained = (str(t.given.get(flag, "")).rstrip("/") for flag in ("hf-checkpoint", "ref-load"))
+    if engines and trained and Path(engines).name != Path(trained).name.removesuffix("_torch_dist"):
+        t.notes.append(
+            f"model.path: {engines} is what engines and tokenizer start from there, and training starts from "
+            f"{trained}; here both are model.path, in a floating-point type"
+        )
 
 
 def _missing(t: Translation) -> None:
@@ -155,12 +199,18 @@ def _missing(t: Translation) -> None:
 
 def _data(t: Translation) -> None:
     """The data set and its columns, which are verl's here unless templates name others."""
-    path, prompt, label = t.take("prompt-data"), t.take("input-key", "input"), t.take("label-key")
-    templates = {"prompt": f"{{{prompt}}}"} if prompt != "prompt" else {}
-    # Rows in verl's columns have it inside of this one, which is where it is looked for.
-    templates |= {"ground_truth": f"{{{label}}}"} if label not in (None, "reward_model") else {}
+    path, templates = t.take("prompt-data"), _templates(t.take("input-key", "input"), t.take("label-key"))
     if path is not None:
         t.put("data.path", [{"path": str(path)} | templates] if templates else path, "prompt-data")
+    if "apply-chat-template" not in t.given:
+        t.notes.append("data.path: without apply-chat-template prompts go as they are there; here they are rendered")
+
+
+def _templates(prompt: str, label: str | None) -> dict[str, str]:
+    """Templates of a source for the columns of prompt and answer that are not where they are looked for."""
+    templates = {"prompt": f"{{{prompt}}}"} if prompt != "prompt" else {}
+    # Rows in verl's columns have it inside of this one, which is where it is looked for.
+    return templates | ({"ground_truth": f"{{{label}}}"} if label not in (None, "reward_model") else {})
 
 
 def _devices(t: Translation) -> None:
@@ -168,13 +218,13 @@ def _devices(t: Translation) -> None:
     ranks = t.number(theirs[0], 1) * t.number(theirs[1], 8)
     shared, each = t.take("colocate", False), t.ours.get("rollout.tensor_parallel", 1)
     t.put("trainer.ranks", ranks, *theirs[:2])
-    engines = ranks if shared else t.number(theirs[2], ranks)
-    t.take(theirs[2])
+    engines = t.number(theirs[2], ranks)
     t.put("rollout.engines", max(engines // each, 1), *theirs)
     if shared:
         t.notes.append(
-            f"colocate: engines and trainer share {ranks} GPUs there; SGLang cannot here, so that this run takes "
-            f"{2 * ranks}: lower rollout.engines and trainer.ranks, or use rollout.engine=vllm and mode=colocated"
+            f"colocate: engines and trainer share {max(ranks, engines)} GPUs there; SGLang cannot here, so that this "
+            f"run takes {ranks + engines}: lower rollout.engines and trainer.ranks, or use rollout.engine=vllm and "
+            "mode=colocated"
         )
 
 
@@ -194,12 +244,20 @@ def _lengths(t: Translation) -> None:
 def _evaluation(t: Translation) -> None:
     """Evaluation samples as training does, unless told otherwise."""
     held_out = t.take("eval-prompt-data")
+    # A file of data sets takes the place of the flag, and slime needs one of them with this interval.
+    if t.given.get("eval-interval") and ("eval-config" in t.given or not held_out):
+        held_out = f"{FILL_IN}.jsonl"
+        t.unknown.append("data.eval_path: the data sets of eval-prompt-data or eval-config, which were not read")
     before = not t.take("skip-eval-before-train", False)
     heat = t.take("eval-temperature")
     heat = t.take("rollout-temperature", 1.0) if heat is None else heat
     # The best token alone is what a temperature of 0 takes.
     greedy = t.given.get("eval-top-k") == 1
     t.put("eval.temperature", 0 if greedy else heat, "eval-temperature", "eval-top-k")
+    same = {"eval-top-p": (1,), "eval-top-k": (-1, 0, 1), "eval-max-response-len": (t.ours.get("rollout.max_tokens"),)}
+    for flag, values in same.items():
+        if t.given.get(flag) in values:
+            t.take(flag)
     if not held_out:
         return
     if not t.given.get("eval-interval"):
@@ -207,8 +265,8 @@ def _evaluation(t: Translation) -> None:
         return
     # NAME FILE NAME FILE ...; a single word is a file.
     files = held_out[1::2] if isinstance(held_out, list) else [held_out]
-    columns = t.ours.get("data.path")
-    templates = {key: text for key, text in columns[0].items() if key != "path"} if isinstance(columns, list) else {}
+    prompt, label = t.take("eval-input-key"), t.take("eval-label-key")
+    templates = _templates(prompt or t.given.get("input-key", "input"), label or t.given.get("label-key"))
     sources = [{"path": str(file)} | templates for file in files]
     t.put("data.eval_path", sources if templates or len(sources) > 1 else sources[0]["path"], "eval-prompt-data")
     t.put("eval.before", before, "skip-eval-before-train")
@@ -281,15 +339,33 @@ def _batch(t: Translation) -> None:
 def _advantage(t: Translation) -> None:
     """slime's estimator names loss and advantage at once; a row counts once unless told otherwise."""
     name = str(t.take("advantage-estimator", "grpo")).replace("-", "_")
-    for function in ("custom-advantage-function-path", "custom-reward-post-process-path"):
-        if path := t.take(function):
-            t.notes.append(f"{function}={path}: write it as algorithm.advantage=path.py:name")
     no_deviation = t.take("disable-grpo-std-normalization", False)
     group = {"ppo": "gae", "gspo": "grpo", "cispo": "grpo"}.get(name, name)
-    t.put("algorithm.advantage", "dr_grpo" if no_deviation and group == "grpo" else group, "advantage-estimator")
+    whitened = t.take("normalize-advantages", False)
+    advantage = "dr_grpo" if no_deviation and group == "grpo" else group
+    custom, processed = t.take("custom-advantage-function-path"), t.take("custom-reward-post-process-path")
+    if custom:
+        advantage = _reference(custom)
+        t.notes.append(f"algorithm.advantage: {custom} takes slime's batch there, and AdvantageInputs here")
+    elif processed and group == "grpo":
+        advantage = _reference(processed)
+        t.notes.append(f"algorithm.advantage: {processed} makes rewards of samples there; here, of AdvantageInputs")
+    elif processed:
+        t.unknown.append(f"reward.functions: {processed} changes a batch's rewards there; write it into the rewards")
+    elif t.take("disable-rewards-normalization", False) and group in ("grpo", "reinforce_plus_plus_baseline"):
+        advantage = f"{FILL_IN}.py:rewards"
+        t.unknown.append("algorithm.advantage: without normalization rewards lack the group's baseline there; write it")
+    t.put("algorithm.advantage", advantage, "advantage-estimator")
     t.put("algorithm.loss", name if name in ("gspo", "cispo") else "ppo", "advantage-estimator")
     if group == "gae":
         t.put("critic.clip", t.take("value-clip", 0.2), "value-clip")
+        t.put("critic.warmup_steps", t.take("num-critic-only-steps", 0), "num-critic-only-steps")
+        # A critic has the policy's optimizer and schedule there, unless a file of Megatron's roles says otherwise.
+        for key, same, flag in _CRITIC:
+            t.put(f"critic.{key}", t.ours.get(f"trainer.{same}", our_default(f"trainer.{same}")), flag)
+        t.put("algorithm.advantage_options.whiten", whitened, "normalize-advantages")
+    elif group == "grpo" and whitened:
+        t.unknown.append("algorithm.advantage: normalize-advantages whitens the group's advantages there; write it")
     if t.take("use-opsm", False):
         t.put("algorithm.off_policy_mask", t.take("opsm-delta", 1e-4), "use-opsm")
     if t.take("use-rollout-routing-replay", False):
@@ -306,6 +382,8 @@ def _kl(t: Translation) -> None:
         t.put("algorithm.kl.coef", coef, "kl-loss-coef")
         t.put("algorithm.kl.estimator", ESTIMATORS.get(estimator, estimator), "kl-loss-type")
         t.put("algorithm.kl.unbiased", unbiased, "use-unbiased-kl")
+    elif in_reward and t.ours["algorithm.advantage"] in ("grpo", "dr_grpo"):
+        t.notes.append(f"kl-coef={in_reward}: grpo, gspo and cispo do not read it there, nor does this run")
     elif in_reward:
         t.put("algorithm.kl.coef", in_reward, "kl-coef")
         t.put("algorithm.kl.estimator", ESTIMATORS.get(estimator, estimator), "kl-loss-type")
@@ -314,6 +392,8 @@ def _kl(t: Translation) -> None:
 
 def _correction(t: Translation) -> None:
     low, cap = t.take("tis-clip-low", 0), t.take("tis-clip", 2.0)
+    if custom := t.take("custom-tis-function-path"):
+        t.unknown.append(f"algorithm.correction: {custom} corrects there; choose the nearest, or write it")
     if t.take("use-rollout-logprobs", False):
         t.put("algorithm.correction", "bypass_ppo_clip", "use-rollout-logprobs")
     elif t.take("use-tis", False):

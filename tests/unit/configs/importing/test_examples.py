@@ -273,10 +273,99 @@ def test_limits_and_devices_of_slimes(tmp_path: Path) -> None:
         ("use-opsm=true", "algorithm.off_policy_mask", 1e-4),
         ("use-rollout-routing-replay=true", "trainer.router_replay", "always"),
         ("multimodal-keys={'image': 'images'}", "model.path", "$BASE/model"),
+        ("sglang-expert-parallel-size=2", "rollout.expert_parallel", 2),
+        ("update-weight-buffer-size=4096", "weight_sync.bucket_bytes", 4096),
+        # The engines' GPUs may be fewer than those of the trainer, also where they share them.
+        ("rollout-num-gpus=8", "rollout.engines", 2),
+        ("custom-advantage-function-path=my.advantages.mine", "algorithm.advantage", "my.advantages:mine"),
+        ("custom-reward-post-process-path=my.rewards.scaled", "algorithm.advantage", "my.rewards:scaled"),
+        ("disable-rewards-normalization=true", "algorithm.advantage", "FILL_IN.py:rewards"),
+        ("advantage-estimator=ppo", "algorithm.advantage_options.whiten", False),
     ],
 )
 def test_further_flags_of_slimes(tmp_path: Path, given: str, key: str, value: Any) -> None:
     assert ours(tmp_path, "slime", "run.sh", SLIME, given)[key] == value
+
+
+def test_a_critic_of_slimes_has_the_optimizer_of_its_policy(tmp_path: Path) -> None:
+    given = ["advantage-estimator=ppo", "lr=3e-6", "num-critic-only-steps=5", "clip-grad=0.5"]
+    found = ours(tmp_path, "slime", "run.sh", SLIME, *given)
+    keys = ("learning_rate", "schedule", "warmup_steps", "grad_clip")
+    assert [found[f"critic.{key}"] for key in keys] == [3e-6, "linear", 5, 0.5]
+
+
+def test_slime_whitens_only_when_told_to(tmp_path: Path) -> None:
+    given = ["advantage-estimator=ppo", "normalize-advantages=true"]
+    assert ours(tmp_path, "slime", "run.sh", SLIME, *given)["algorithm.advantage_options.whiten"] is True
+    assert "algorithm.advantage: normalize-advantages" in comments(tmp_path, "slime", "run.sh", SLIME, given[1])
+
+
+@pytest.mark.parametrize(("estimator", "place"), [("gspo", None), ("reinforce-plus-plus", "reward")])
+def test_a_penalty_of_slimes_in_the_reward_is_there_only_where_it_is_read(
+    tmp_path: Path, estimator: str, place: str | None
+) -> None:
+    given = ["kl-coef=0.1", f"advantage-estimator={estimator}"]
+    found = ours(tmp_path, "slime", "run.sh", SLIME, *given)
+    assert found.get("algorithm.kl.place") == place and ("algorithm.kl.coef" in found) == (place is not None)
+
+
+def test_late_publications_of_slimes_make_rows_as_much_older(tmp_path: Path) -> None:
+    late = SLIME.replace("train.py", "train_async.py")
+    found = ours(tmp_path, "slime", "run.sh", late, "update-weights-interval=3")
+    assert (found["weight_sync.every"], found["queue.max_staleness"]) == (3, 3)
+    found = ours(tmp_path, "slime", "run.sh", SLIME, "update-weights-interval=3")
+    assert "weight_sync.every" not in found and found["queue.max_staleness"] == 0, "train.py does not read it"
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (["eval-config=e.yaml"], "data.eval_path"),
+        (["rollout-function-path=my.rollout.run"], "agent.loop"),
+        (["custom-tis-function-path=my.weights.tis"], "algorithm.correction"),
+    ],
+)
+def test_code_and_files_of_slimes_that_are_not_read_are_to_be_filled_in(
+    tmp_path: Path, given: list[str], name: str
+) -> None:
+    text = comments(tmp_path, "slime", "run.sh", SLIME, *given)
+    filled = text.partition("To fill in:")[2].partition("\n\n")[0].partition("What to look at:")[0]
+    assert f"{name}: " in filled
+
+
+def test_evaluation_of_slimes_by_a_file_of_data_sets(tmp_path: Path) -> None:
+    unread = SLIME.replace("--eval-prompt-data aime $BASE/a.jsonl gpqa $BASE/g.jsonl", '--eval-config "$(pwd)/e.yaml"')
+    found = ours(tmp_path, "slime", "run.sh", unread)
+    assert [source["path"] for source in found["data.eval_path"]] == ["FILL_IN.jsonl"] and found["eval.before"]
+    found = ours(tmp_path, "slime", "run.sh", SLIME, "eval-config=e.yaml")
+    assert [source["path"] for source in found["data.eval_path"]] == ["FILL_IN.jsonl"], "it replaces the flag"
+
+
+def test_held_out_rows_of_slimes_may_have_other_columns(tmp_path: Path) -> None:
+    found = ours(tmp_path, "slime", "run.sh", SLIME, "eval-input-key=prompt", "eval-label-key=answer")
+    assert found["data.eval_path"][0] == {"path": "$BASE/a.jsonl", "ground_truth": "{answer}"}
+
+
+def test_weights_of_slimes_engines_that_are_not_those_in_training_are_named(tmp_path: Path) -> None:
+    def named(trained: str) -> bool:
+        return "model.path: $BASE/model is" in comments(tmp_path, "slime", "run.sh", SLIME, f"ref-load={trained}")
+
+    assert named("/checkpoints/other_torch_dist/") and not named("/checkpoints/model_torch_dist/")
+
+
+def test_a_setting_of_slimes_evaluation_is_a_loss_only_if_it_differs(tmp_path: Path) -> None:
+    def lost(given: str) -> bool:
+        return given.partition("=")[0] in comments(tmp_path, "slime", "run.sh", SLIME, given).replace(
+            "and eval-top-k", ""
+        )
+
+    assert lost("eval-top-p=0.7") and not lost("eval-top-p=1")
+    assert lost("eval-max-response-len=16384") and not lost("eval-max-response-len=8192")
+
+
+def test_prompts_that_slime_renders_by_no_template_are_told(tmp_path: Path) -> None:
+    assert "without apply-chat-template" in comments(tmp_path, "slime", "run.sh", SLIME)
+    assert "without apply-chat-template" not in comments(tmp_path, "slime", "run.sh", SLIME, "apply-chat-template=true")
 
 
 def test_a_divergence_of_slimes_has_the_gradient_of_its_flag(tmp_path: Path) -> None:
