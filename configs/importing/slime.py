@@ -202,6 +202,8 @@ def _data(t: Translation) -> None:
     path, templates = t.take("prompt-data"), _templates(t.take("input-key", "input"), t.take("label-key"))
     if path is not None:
         t.put("data.path", [{"path": str(path)} | templates] if templates else path, "prompt-data")
+    if t.take("label-key") is None:
+        t.notes.append("data.path: without label-key answers are scored without a label there; here one is looked for")
     if "apply-chat-template" not in t.given:
         t.notes.append("data.path: without apply-chat-template prompts go as they are there; here they are rendered")
 

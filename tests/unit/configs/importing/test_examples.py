@@ -363,7 +363,9 @@ def test_a_setting_of_slimes_evaluation_is_a_loss_only_if_it_differs(tmp_path: P
     assert lost("eval-max-response-len=16384") and not lost("eval-max-response-len=8192")
 
 
-def test_prompts_that_slime_renders_by_no_template_are_told(tmp_path: Path) -> None:
+def test_columns_and_templates_that_slime_is_not_given_are_told(tmp_path: Path) -> None:
+    unlabelled = comments(tmp_path, "slime", "run.sh", SLIME.replace("--label-key label", ""))
+    assert "without label-key" in unlabelled and "without label-key" not in comments(tmp_path, "slime", "run.sh", SLIME)
     assert "without apply-chat-template" in comments(tmp_path, "slime", "run.sh", SLIME)
     assert "without apply-chat-template" not in comments(tmp_path, "slime", "run.sh", SLIME, "apply-chat-template=true")
 
