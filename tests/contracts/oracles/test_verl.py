@@ -405,7 +405,7 @@ def test_the_critics_targets_are_verls(verl: Oracle) -> None:
 
 # From papers; the unit tests have plain references for them.
 # verl's package holds no formulas of PRIME, which is compared with the paper's.
-ADVANTAGES_OF_OURS_ALONE = {"dpo", "max_rl", "prime"}
+ADVANTAGES_OF_OURS_ALONE = {"dpo", "gigpo", "max_rl", "prime"}
 
 
 def test_every_estimator_of_either_side_is_compared(verl: Oracle) -> None:
