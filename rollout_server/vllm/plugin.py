@@ -243,8 +243,10 @@ def _take_expanded_prompts() -> None:
         # A prompt of token ids alone has no text.
         if "prompt" not in prompt and made["type"] == "multimodal":
             places = made["mm_placeholders"].get("image", ())
-            longer = any(ids[p.offset + p.length - 1 : p.offset + p.length + 1] == [ids[p.offset]] * 2 for p in places)
-            if longer or made["prompt_token_ids"] != ids:
+            # Places are those of the ids that vLLM made, which may be more than the request's.
+            if made["prompt_token_ids"] != ids or any(
+                ids[p.offset + p.length - 1 : p.offset + p.length + 1] == [ids[p.offset]] * 2 for p in places
+            ):
                 raise ValueError(
                     "token_ids lacks the tokens that this engine makes of the images; expand prompts with the "
                     "processor of the model that it serves, and give it no --mm-processor-kwargs"
