@@ -301,7 +301,8 @@ class MicroBatch:
         self.cut_rows(values)
         for whole in wholes:
             self.cut(whole)
-        self.recorded  # noqa: B018
+        # The first access uploads it.
+        _ = self.recorded
 
     @cached_property
     def recorded(self) -> Tensor | None:

@@ -341,7 +341,7 @@ class Packed:
 
     @cached_property
     def calls(self) -> RowCalls:
-        """How the row's sequences attend."""
+        """Describe to attention how the row's sequences attend, each to itself."""
         return row_calls(self.groups, self.tokens.device)
 
     def backbone_inputs(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from rl_async.configs.schema.trainer import TrainerConfig
-from rl_async.trainer.optimizers import adamw_form, allocate_state, build_optimizer
+from rl_async.trainer.fsdp2 import adamw_form, allocate_state, build_optimizer
 
 STEPS = 5
 RATE, DECAY = 0.01, 0.1
