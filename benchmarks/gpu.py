@@ -44,8 +44,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.processes.trainer_arms import rows_of
 from rl_async.accelerators import backends_of
-from rl_async.configs.schema.trainer import SMALL_BUCKET, TrainerConfig, WeightSyncConfig
-from rl_async.launcher.plan.machine import LARGE_BUCKET
+from rl_async.configs.schema.trainer import TrainerConfig, WeightSyncConfig
+from rl_async.launcher.plan.machine import device_bucket
 from rl_async.launcher.plan.memory import LOGITS_CHUNK, size_of
 from rl_async.messages import Sampling, Version
 from rl_async.rollout_server.embedded.core import EngineCore, Sequence
@@ -229,7 +229,7 @@ def measure_publication(device: str, kind: str) -> dict[str, float]:
     held = {(n, whole(s.shape)): torch.randn(s.shape, device=device, dtype=torch.bfloat16) for n, s in specs.items()}
     weights = ShardedWeights(fsdp2(specs, 1), held)
     nbytes = sum(tensor.nbytes for tensor in held.values())
-    sync = WeightSyncConfig(transport="ipc", bucket_bytes=max(SMALL_BUCKET, min(LARGE_BUCKET, nbytes // 8)))
+    sync = WeightSyncConfig(transport="ipc", bucket_bytes=device_bucket(nbytes))
     outlet = Outlet(0, sync, "127.0.0.1", 60.0, bucket_device("ipc", device))
     shards = RankShards(outlet, {})
     command = [sys.executable, "-m", "benchmarks.gpu", "--receive", device]

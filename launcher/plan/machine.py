@@ -398,6 +398,11 @@ def with_adapter_way(config: RunConfig, size: ModelSize | None) -> RunConfig:
 LARGE_BUCKET = 1 << 30
 
 
+def device_bucket(nbytes: int) -> int:
+    """Return the bytes of a bucket with which ``nbytes`` of weights travel between GPUs."""
+    return max(SMALL_BUCKET, min(LARGE_BUCKET, nbytes // 8))
+
+
 def with_weight_way(
     config: RunConfig, machine: MachineRecord, size: ModelSize | None, gpus: int, *, one_host: bool
 ) -> tuple[RunConfig, MachineRecord]:
@@ -421,7 +426,7 @@ def with_weight_way(
     bucket = sync.bucket_bytes
     if bucket is None and size is not None and transport in ("ipc", "nccl"):
         weights = size.parameters * DTYPE_BYTES[compute_type(config.model)]
-        bucket = max(SMALL_BUCKET, min(LARGE_BUCKET, weights // 8))
+        bucket = device_bucket(weights)
     if (transport, bucket) == (resolve_transport(config), sync.bucket_bytes):
         return config, machine
     settled = msgspec.structs.replace(sync, transport=transport, bucket_bytes=bucket)
