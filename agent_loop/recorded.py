@@ -42,10 +42,10 @@ class AsRecorded:
     """Stands in for the reward service: recorded rows are scored."""
 
     async def score(self, task: Task, trajectory: Trajectory, *others: Trajectory, alone: bool = True) -> None:
-        """Do nothing."""
+        """Leave the rows as they are: they were scored when they were recorded."""
 
     async def compare(self, task: Task, episodes: Sequence[Sequence[Trajectory]]) -> None:
-        """Do nothing."""
+        """Leave the rows as they are: a comparison is part of their recorded rewards."""
 
 
 def needed_groups(config: RunConfig) -> list[RecordedGroup]:

@@ -153,7 +153,7 @@ OF_RUNS = (
 
 
 def part(name: str, minutes: float, *options: str) -> Item:
-    """A part of ``benchmarks.gpu``."""
+    """Return the item that runs one part of ``benchmarks.gpu`` and keeps its figures."""
     command = ("-m", "benchmarks.gpu", "--part", name, "--json", "FIGURES", "--device")
     return Item(minutes, (*command, "gpu", *options), (*command, "cpu"))
 

@@ -18,11 +18,13 @@ from torch.utils._pytree import tree_map
 
 NAME = "rehearsal"
 DEVICE = f"{NAME}:0"
-MEMORY = 16 << 30  # bytes that the device says it has
+# The bytes of memory that the device reports.
+MEMORY = 16 << 30
 SCALARS = 16  # bytes: more that comes to the host at a time is no scalar or checksum
 aten = torch.ops.aten
 moved: list[int] = []  # sizes in bytes of what came to the host
-sent: list[int] = []  # sizes in bytes of what came from there
+# The sizes in bytes of copies from the host.
+sent: list[int] = []
 _memory: dict[int, StorageWeakRef] = {}  # of all tensors that are or were on the device
 # Tensors are made in several threads.
 _memory_lock = threading.RLock()
@@ -207,7 +209,8 @@ def install() -> None:
     """Make the device known to torch, which calls it an accelerator."""
     global _library
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
-    accelerator: Any = torch.accelerator  # a backend in Python has no way to offer these three
+    # A backend in Python has no way to offer these three.
+    accelerator: Any = torch.accelerator
     accelerator.synchronize, accelerator.empty_cache = lambda device=None: None, _empty_cache
     accelerator.get_memory_info = lambda device=None: (MEMORY - held(), MEMORY)
     _library = torch.library.Library("aten", "IMPL")

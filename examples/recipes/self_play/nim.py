@@ -19,7 +19,8 @@ from rl_async.agent_loop.environments.seeded import text_arena
 from rl_async.messages import Task
 
 PROMPT = {"role": "system", "content": "Play to win."}
-OPTIONS = {"num_players": 2, "piles": [2, 3]}  # as in config.yaml
+# The options that config.yaml has.
+OPTIONS = {"num_players": 2, "piles": [2, 3]}
 BROKEN = 0.1  # of the moves in the demonstrations take more than there is
 
 

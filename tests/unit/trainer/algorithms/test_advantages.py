@@ -1207,7 +1207,8 @@ def test_gigpo_compares_the_turns_that_answer_the_same(by: str, std: bool, packe
     options: dict[str, Any] = {"gamma": 0.9, "gigpo_weight": 0.5, "gigpo_by": by, "gigpo_std": std}
     algorithm = AlgorithmConfig(advantage="gigpo", advantage_options=AdvantageOptions(**options))
     settings = RunConfig(model=ModelConfig(path="none"), data=DataConfig(path="none"), algorithm=algorithm)
-    steps = list[tuple[int, int, object, float]]()  # row, turn, what it is compared by, return
+    # The row and turn of each step, the state that it is compared by, and its return.
+    steps = list[tuple[int, int, object, float]]()
     for row, (group, reward, played) in enumerate(PLAYED):
         earned = [given or 0.0 for _, given in played]
         earned[-1] += reward
