@@ -5,6 +5,7 @@ import hashlib
 import os
 import re
 import resource
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -183,6 +184,7 @@ def check_model_folder(path: Path, key: str) -> None:
 # Limits of a tokenizer's trial, with room for the largest vocabularies that are published.
 TRIAL_BYTES = 3 << 29
 TRIAL_S = 20
+TRIAL_WAIT_S = 300
 # Beside the short messages that tell formats apart: repeated characters, and unusual ones.
 TRIAL_TEXT = f"In 2024, (3 + 4) * 12 = 84.\n\t{'a' * 64} \u00e9\u4e16\U0001f600"
 
@@ -208,6 +210,8 @@ def _check_tokenizer(path: Path, key: str) -> None:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + TRIAL_BYTES,) * 2)
             resource.setrlimit(resource.RLIMIT_CPU, (TRIAL_S,) * 2)
+            # Computing is not counted while the fork waits, as it would for a lock that another thread held.
+            signal.alarm(TRIAL_WAIT_S)
             tokenizer = read_tokenizer(str(path))
             tokenizer.encode(TRIAL_TEXT)
             ChatRenderer(tokenizer).printed_call()
@@ -225,8 +229,9 @@ def _check_tokenizer(path: Path, key: str) -> None:
     _, status = os.waitpid(child, 0)
     if status != 0:
         raise UserError(
-            f"{key}: the tokenizer or the chat template of {path} takes too much memory or computing "
-            f"for short messages (limits: {TRIAL_BYTES >> 20} MiB, {TRIAL_S} s); use another model, or correct them"
+            f"{key}: the tokenizer or the chat template of {path} takes too much memory or time "
+            f"for short messages (limits: {TRIAL_BYTES >> 20} MiB, {TRIAL_S} s of computing, {TRIAL_WAIT_S} s in all); "
+            "use another model, or correct them"
         )
 
 
