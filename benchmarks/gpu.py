@@ -32,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -320,62 +320,59 @@ def main() -> None:
     kind, device = ("cpu", "cpu") if torch_device == "cpu" else ("gpu", f"{torch_device}:0")
     results: dict[str, Any] = {"device": device_name(device)}
 
-    def save() -> None:
+    if arguments.part == "device":
+        measured = measure_device(device, kind, arguments.layers, arguments.vocab)
+    else:
+        measured = iter([{"publication": measure_publication, "decode": measure_decode}[arguments.part](device, kind)])
+    # Saved as they come, in case the rest fails or the time is over.
+    for part in measured:
+        results |= part
         if arguments.json:
             arguments.json.write_text(json.dumps(results, indent=2) + "\n")
-
-    if arguments.part == "device":
-        measure_device(results, torch_device, kind, device, arguments.layers, arguments.vocab, save)
-    else:
-        results |= {"publication": measure_publication, "decode": measure_decode}[arguments.part](device, kind)
     for key, value in results.items():
         shown = f"{value:.4g}" if isinstance(value, float) else value
         print(f"{key}: {'not measured' if value is None else shown}")
-    save()
 
 
-def measure_device(
-    results: dict[str, Any],
-    torch_device: str,
-    kind: str,
-    device: str,
-    layers: int | None,
-    vocab: int,
-    save: Callable[[], None],
-) -> None:
-    """Add a step, sleep and waking, and resharding of the largest model that fits to ``results``.
-
-    ``save`` is called as soon as the step is measured, in case the rest fails or the time is over.
-    """
+def measure_device(device: str, kind: str, layers: int | None, vocab: int) -> Iterator[dict[str, Any]]:
+    """Yield the figures of an engine's sleep, a step, the trainer's sleep, and resharding of the largest model."""
+    torch_device = device.partition(":")[0]
     memory = 1 << 30 if kind == "cpu" else total_memory(torch_device)
     layers = layers or (2 if kind == "cpu" else layers_that_fit(kind, memory, vocab))
-    results |= {"layers": layers, "vocab": vocab}
     store = dist.HashStore()
     dist.init_process_group(backends_of(torch_device), store=store, rank=0, world_size=1)
     with tempfile.TemporaryDirectory() as folder:
         config = Qwen3Config(**shape(kind, layers, vocab))
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        results["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+        yield {"layers": layers, "vocab": vocab, "parameters": sum(p.numel() for p in model.parameters())}
         model.save_pretrained(folder)
         del model
-        results["engine_sleep_gives_back"] = measure_engine(folder, device)
-        results["matmul_tflops"] = matmul_flops(device) / 1e12
+        yield {"engine_sleep_gives_back": measure_engine(folder, device)}
+        matmul = matmul_flops(device)
         backend = Fsdp2Backend(folder, "bfloat16", device, TrainerConfig())
-        results["step_tokens_per_s"], flops = measure_step(backend, device, kind)
-        peak = next((peak for known, peak in PEAKS.items() if known in results["device"]), None)
-        results["mfu"] = flops / peak if peak else None
-        results["step_vs_matmul"] = flops / 1e12 / results["matmul_tflops"]
-        save()
+        tokens, flops = measure_step(backend, device, kind)
+        peak = next((peak for known, peak in PEAKS.items() if known in device_name(device)), None)
+        yield {
+            "matmul_tflops": matmul / 1e12,
+            "step_tokens_per_s": tokens,
+            "mfu": flops / peak if peak else None,
+            "step_vs_matmul": flops / matmul,
+        }
         awake = allocated(device)
-        results["first_sleep_s"] = seconds_once(device, backend.sleep)
-        results["sleep_gives_back"] = given_back(awake, allocated(device))
+        first = seconds_once(device, backend.sleep)
+        asleep = allocated(device)
         backend.wake()
-        results["sleep_s"], results["wake_s"] = seconds_once(device, backend.sleep), seconds_once(device, backend.wake)
+        yield {
+            "first_sleep_s": first,
+            "sleep_gives_back": given_back(awake, asleep),
+            "sleep_s": seconds_once(device, backend.sleep),
+            "wake_s": seconds_once(device, backend.wake),
+        }
         del backend
         if kind == "gpu":
             torch.accelerator.empty_cache()
-        results["reshard_vs_device_copy"] = measure_reshard(device, kind, dist.PrefixStore("reshard", store))
+        yield {"reshard_vs_device_copy": measure_reshard(device, kind, dist.PrefixStore("reshard", store))}
     dist.destroy_process_group()
 
 
