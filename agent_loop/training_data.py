@@ -32,7 +32,14 @@ from rl_async.messages import Media
 from rl_async.pictures import PictureProcessor
 from rl_async.rollout_server.api import Image
 from rl_async.template_tokens import MISFITS, TemplateTokens
-from rl_async.transfer_queue.chat_messages import for_templates, is_number, refuse_media, to_messages, with_images
+from rl_async.transfer_queue.chat_messages import (
+    for_templates,
+    is_number,
+    refuse_lost,
+    refuse_media,
+    to_messages,
+    with_images,
+)
 from rl_async.transfer_queue.dataset import ParquetRows, as_messages, fill, filled_lines, json_row, open_rows
 from rl_async.transfer_queue.images import as_parts, images_of, mime_of
 
@@ -61,7 +68,9 @@ def read_chats(source: DataSource) -> Iterator[Chat]:
         for place, row in _rows(file):
             empty = False
             chat = to_chat(row, place, file.parent)
-            yield chat._replace(messages=_templated(chat.messages, row, source, place))
+            messages = _templated(chat.messages, row, source, place)
+            refuse_lost(row, messages, place)
+            yield chat._replace(messages=messages)
     if empty:
         raise DataError(f"{source.path}: no conversations in it; write one JSON object with `messages` on each line")
 
@@ -184,6 +193,7 @@ def to_pair(row: dict[str, Any], place: str) -> Pair:
     given = row.get("prompt")
     prompt = [] if given is None else as_messages(given, place, "prompt")
     chosen, rejected = (_conversation(row.get(column), prompt, place, column) for column in ("chosen", "rejected"))
+    refuse_lost(row, chosen, place)
     if _asked(chosen) != _asked(rejected):
         raise DataError(f"{place}, column rejected: answers another prompt than chosen; compare answers to one prompt")
     if chosen == rejected:

@@ -13,6 +13,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -132,6 +133,8 @@ MAY_BE_EMPTY = ("system", "developer", "tool")
 _TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 _CALL = ("id", "type", "index", "name", "arguments")
 _MEDIA = ("video", "videos", "audio", "audios")
+# Columns in which some data sets have the system message of a conversation.
+_SYSTEM = ("system", "system_prompt")
 # Keys under which some data sets say a part of a message that would be lost.
 _UNREAD = ("tool_call", "function_calls", "attachments", "documents", "refusal")
 # Messages that were written as one text, as JSON (once or twice) or by the repr of Python or NumPy: a list of them, one
@@ -169,6 +172,7 @@ def to_messages(value: Any, place: str, *, role: str = "user", folder: Path | No
         raise DataError(f"{place}: needs a list of messages or a text, got {short(value)}")
     messages = [_message(message, f"{place}, message {number}", folder) for number, message in enumerate(value)]
     _match_results(messages, place)
+    _order_results(messages)
     _bound_images(messages, place)
     return messages
 
@@ -180,6 +184,15 @@ def _match_results(messages: Sequence[Message], place: str) -> None:
         called |= {call["id"] for call in message.get("tool_calls", ()) if "id" in call}
         if called and message["role"] == "tool" and message.get("tool_call_id", "") not in {"", *called}:
             raise DataError(f"{place}, message {number}: no earlier call has the id {short(message['tool_call_id'])}")
+
+
+def _order_results(messages: list[Message]) -> None:
+    """Put results that name their calls into the order of these, since many templates print no ids."""
+    for start, message in enumerate(messages, 1):
+        places = {call["id"]: place for place, call in enumerate(message.get("tool_calls", ())) if "id" in call}
+        results = list(takewhile(lambda later: later["role"] == "tool", messages[start:])) if places else []
+        if all(result.get("tool_call_id") in places for result in results):
+            messages[start : start + len(results)] = sorted(results, key=lambda one: places[one["tool_call_id"]])
 
 
 def _bound_images(messages: Sequence[Message], place: str) -> None:
@@ -230,6 +243,22 @@ def refuse_media(row: dict[str, Any], place: str) -> None:
         raise DataError(f"{place}: has {key}; models read text and images here, so leave it out, or the row")
     if row.get("image"):
         raise DataError(f"{place}: has image; write a list of them, images, and <image> where each stands")
+
+
+def refuse_lost(row: dict[str, Any], messages: Sequence[Message], place: str) -> None:
+    """Raise DataError for a column beside the conversation that would change its prompt and is not read.
+
+    That is a system message that the conversation does not have, and TRL's options of the chat template.
+    """
+    for name in _SYSTEM:
+        text = said.strip() if isinstance(said := row.get(name), str) else ""
+        if text and not any(one["role"] in ("system", "developer") or text in one["content"] for one in messages):
+            raise DataError(
+                f"{place}: the conversation has no system message, and column {name} would be lost; make it the first "
+                f"message, as by data.path=[{{path: FILE, system: '{{{name}}}'}}], or leave the column out"
+            )
+    if row.get("chat_template_kwargs"):
+        raise DataError(f"{place}: chat_template_kwargs is not supported; the template's defaults apply to all rows")
 
 
 def _message(value: Any, place: str, folder: Path | None) -> Message:

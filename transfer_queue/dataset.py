@@ -47,6 +47,7 @@ from rl_async.transfer_queue.chat_messages import (
     is_number,
     message_problem,
     prompt_length,
+    refuse_lost,
     short,
     to_messages,
     with_images,
@@ -372,6 +373,7 @@ def to_task(row: dict[str, Any], place: str, task_id: str, folder: Path | None =
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, str) for tool in tools)):
         raise DataError(f"{place}, column tools: needs a list of names, got {short(tools)}")
     prompt = with_images(as_messages(row.get("prompt"), place, "prompt", folder=folder), row, place, folder)
+    refuse_lost(row, prompt, place)
     if prompt[-1]["role"] == "assistant":
         raise DataError(f"{place}, column prompt: ends with the assistant's turn, which is the policy's; cut it off")
     task = Task(

@@ -927,9 +927,15 @@ _CHANGES_MEANING = re.compile(
 )
 
 
+# Data sets write these, such as NuminaMath in its rows of proofs, where a problem has no final answer.
+_NO_ANSWER = ("proof", "notfound", "not found", "nan", "null", "n/a")
+
+
 def score(conversation: Conversation) -> float:
     """Return 1 if the answer equals the ground truth, else 0. Raises DataError for a ground truth without a meaning."""
     truth = conversation.ground_truth
+    if truth.strip().casefold() in _NO_ANSWER:
+        raise DataError(f"{conversation.place} {truth!r:.80} says that the problem has no answer to compare with")
     try:
         gold = read(_marked(_boxed(truth)))
     except Unreadable as error:

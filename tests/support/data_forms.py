@@ -89,6 +89,14 @@ _AFTER_ARROW = [
     },
 ]
 
+_PARALLEL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {"id": name, "type": "function", "function": {"name": "add", "arguments": "{}"}} for name in ("c1", "c2")
+    ],
+}
+
 GROUND_TRUTHS = [
     _truth("text", "3", "3"),
     _truth("text of JSON", '{"a": 1}', '{"a": 1}'),
@@ -194,6 +202,11 @@ PROMPTS = [
     _prompt("arguments with a key twice", _calling('{"a": 1, "a": 2}'), refused="row 0, column prompt, message 1"),
     _prompt("a result of a call that there is not", [*_calling({})[:2], {**RESULT, "tool_call_id": "c2"}],
             refused="row 0, column prompt, message 2"),
+    _prompt(
+        "results of parallel calls in another order, put into that of the calls",
+        [USER, _PARALLEL, *({**RESULT, "tool_call_id": name} for name in ("c2", "c1"))],
+        [USER, _PARALLEL, *({**RESULT, "tool_call_id": name} for name in ("c1", "c2"))],
+    ),
     _prompt("`attachments` and the like", [{**USER, "attachments": ["a.pdf"]}],
             refused="row 0, column prompt, message 0"),
     _prompt("OpenAI's old `function_call`", _calling({}, function_call={"name": "add", "arguments": "{}"}),
@@ -227,6 +240,14 @@ OTHER_COLUMNS = [
     ),
     Form("`tools` as schemas", _task(tools=[{"type": "function"}]), refused="row 0, column tools"),
     Form("`images` that are missing", _task(images=[{"bytes": "", "path": "a.png"}]), refused="row 0, column images"),
+    Form(
+        "`system` beside a prompt that has its text",
+        _task(system="Add.", prompt="Add. 1+2?"),
+        [{"role": "user", "content": "Add. 1+2?"}],
+        part="prompt",
+    ),
+    Form("`system` or `system_prompt` beside a prompt without it", _task(system_prompt="Add."), refused="row 0"),
+    Form("`chat_template_kwargs`", _task(chat_template_kwargs={"enable_thinking": False}), refused="row 0"),
     Form("`image`", _task(image="a.png"), refused="row 0"),
     Form("`videos`", _task(videos=["a.mp4"]), refused="row 0"),
     Form("`priority` beyond any float", _task(priority=10**400), refused="row 0, column priority"),
@@ -259,6 +280,8 @@ CHATS = [
         parquet=True,
     ),
     _chat("`tools` as JSON text", {"messages": [USER, SAID], "tools": '[{"name": "add"}]'}, [USER, SAID]),
+    _chat("`system` or `system_prompt` in a column of its own", {"messages": [USER, SAID], "system": "Add."},
+          refused="line 1"),
     _chat("`tools` without a name", {"messages": [USER, SAID], "tools": [{"type": "function"}]}, refused="line 1"),
     _chat("messages as JSON text", {"messages": json.dumps([USER, SAID])}, refused="line 1"),
     _chat("`prompt` and `completion` in place of `messages`", {"prompt": "x", "completion": "y"}, refused="line 1"),
