@@ -4,7 +4,9 @@ In `order` a scripted customer tells wishes when asked and leaves with an order.
 `grid` a tool shows a part of an image larger.
 """
 
+import functools
 import io
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +21,9 @@ from rl_async.errors import ConfigError, DataError, EnvironmentFailed
 from rl_async.extraction import last_number
 from rl_async.messages import Task
 from rl_async.transfer_queue.dataset import fill
+
+
+log = logging.getLogger("rl_async.agent_loop")
 
 
 class ScriptedUser:
@@ -53,7 +58,7 @@ class SimulatedUser:
         if services.user is None or services.config.agent.user is None:
             raise ConfigError("agent.environment=simulated_user needs agent.user")
         self._config, self._model = services.config.agent.user, services.user
-        self._stopped, self._said = False, 0
+        self._stopped, self._said, self._cut = False, 0, 0
         spoken = (message for message in task.prompt if message["role"] in ("user", "assistant"))
         # A past call may say nothing to the user.
         asked = [message for message in spoken if message["content"]]
@@ -76,25 +81,45 @@ class SimulatedUser:
 
     async def reward(self) -> Mapping[str, Any]:
         """Return the user's own score between 0 and 1; without ``agent.user.score`` 1 if the user ended it, else 0."""
-        counted = {"user_turns": self._said, "stopped": float(self._stopped)}
+        counted = {"user_turns": self._said, "stopped": float(self._stopped), "cut_turns": self._cut}
         if not self._score:
             return {"score": float(self._stopped), **counted}
-        answer = (await self._model.say([*self._chat, {"role": "user", "content": self._score}])).text
+        answer, whole = await self._model.say([*self._chat, {"role": "user", "content": self._score}])
         found = last_number(answer)
         value = None if found is None else float(found)
         lowest, highest = self._config.lowest, self._config.highest
+        if not whole:
+            raise EnvironmentFailed(f"agent.user.score: {answer!r:.200} was cut off (agent.user.max_tokens)")
         if value is None or not lowest <= value <= highest:
             raise EnvironmentFailed(f"agent.user.score: {answer!r:.200} has no number from {lowest:g} to {highest:g}")
         return {"score": (value - lowest) / (highest - lowest), "raw": value, **counted}
 
     async def _speak(self) -> str | None:
-        """Return the user's next text up to the stop text, or None if that is empty."""
-        text = (await self._model.say(self._chat)).text
+        """Return the user's next text up to the stop text, or None if that is empty. One that was cut says so."""
+        text, whole = await self._model.say(self._chat)
         before, stop, _ = text.partition(self._config.stop)
         self._stopped = bool(stop)
         self._said += 1
         self._chat.append({"role": "assistant", "content": text})
+        if not (whole or stop):
+            self._cut += 1
+            log_cut_turns(self._config.max_tokens)
+            return f"{before.strip()}\n{CUT}".lstrip()
         return before.strip() or None
+
+
+# The last line of a message of the user that was cut.
+CUT = "[cut: the message was too long]"
+
+
+@functools.cache
+def log_cut_turns(tokens: int) -> None:
+    """Log, once per process, that messages of users are cut after so many tokens."""
+    log.warning(
+        "a message of the user was cut after %d tokens, and says so; raise agent.user.max_tokens if that is too little "
+        "(logged once; environment/cut_turns in reward_parts counts them)",
+        tokens,
+    )
 
 
 WISHES = {

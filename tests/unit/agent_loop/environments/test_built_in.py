@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.environments.built_in import NOT_UNDERSTOOD, WISHES
+from rl_async.agent_loop.environments.built_in import CUT, NOT_UNDERSTOOD, WISHES, log_cut_turns
 from rl_async.agent_loop.runner import EpisodeRunner
 from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
 from rl_async.agent_loop.toy_tasks import KINDS, ToyTask
@@ -26,8 +26,8 @@ ROLE = "You want {wish}. Say so, and write [DONE] once you have it."
 WISH = {"wish": "tea"}
 
 
-def says(text: str) -> Answer:
-    return Answer({"choices": [{"message": {"content": text}, "finish_reason": "stop"}]})
+def says(text: str, finish_reason: str = "stop") -> Answer:
+    return Answer({"choices": [{"message": {"content": text}, "finish_reason": finish_reason}]})
 
 
 def with_user(**user: Any) -> RunConfig:
@@ -74,6 +74,7 @@ async def test_a_model_outside_plays_the_user_and_scores(
         "environment/raw": 8.0,
         "environment/user_turns": 2.0,
         "environment/stopped": 1.0,
+        "environment/cut_turns": 0.0,
     }
     last = it.asked[-1].body["messages"]
     assert [message["role"] for message in last] == ["system", *["user", "assistant"] * 3, "user"]
@@ -81,6 +82,21 @@ async def test_a_model_outside_plays_the_user_and_scores(
     assert [message["content"] for message in last[2:5]] == ["what is 2+3?", "which?", "green tea"]
     assert {asked.authorization for asked in it.asked} == {"Bearer sk-very-secret"}
     assert "USER_KEY" not in os.environ
+
+
+async def test_a_message_of_the_user_that_was_cut_says_so(
+    renderer: ChatRenderer, caplog: pytest.LogCaptureFixture
+) -> None:
+    log_cut_turns.cache_clear()
+    cut = [says(text, "length") for text in ("green te", " ", "that is all [DONE] and fur")]
+    async with Outside(*cut) as it:
+        row, _ = await play(with_user(url=f"{it.url}/v1", model="m", max_tokens=7), renderer, ["which?", "so?", "here"])
+    assert [turn.text for turn in row.turns if turn.role == "user"][1:] == [f"green te\n{CUT}", CUT]
+    # The user itself reads its own words.
+    assert it.asked[1].body["messages"][4]["content"] == "green te"
+    assert row.reward_parts["environment/cut_turns"] == 2.0
+    (logged,) = [record.getMessage() for record in caplog.records if "agent.user.max_tokens" in record.getMessage()]
+    assert "after 7 tokens" in logged
 
 
 async def test_a_user_does_not_see_past_calls(renderer: ChatRenderer) -> None:
@@ -107,8 +123,9 @@ async def test_a_user_who_cannot_be_asked_fails_the_sample_without_the_key(
             EpisodeRunner(config, renderer, ScriptedEngine(renderer, []))
 
 
-async def test_a_score_that_is_none_fails_the_sample(renderer: ChatRenderer) -> None:
-    async with Outside(says("[DONE]"), says("eleven, no, 11")) as it:
+@pytest.mark.parametrize("answer", [says("eleven, no, 11"), says("Of the 3 things that I", "length")])
+async def test_a_score_that_is_none_fails_the_sample(renderer: ChatRenderer, answer: Answer) -> None:
+    async with Outside(says("[DONE]"), answer) as it:
         config = with_user(url=f"{it.url}/v1", model="m", score="0 to 10?")
         with pytest.raises(EnvironmentFailed, match=r"agent\.user\.score"):
             await play(config, renderer, ["which?"])
