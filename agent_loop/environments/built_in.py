@@ -22,7 +22,6 @@ from rl_async.extraction import last_number
 from rl_async.messages import Task
 from rl_async.transfer_queue.dataset import fill
 
-
 log = logging.getLogger("rl_async.agent_loop")
 
 

@@ -13,12 +13,14 @@ import shutil
 import signal
 import sys
 import tempfile
+import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import anyio
 import httpx2
+import msgspec
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 from mcp import Client, MCPError
 from mcp.client.streamable_http import streamable_http_client
@@ -55,7 +57,8 @@ Incoming = SessionMessage | Exception
 
 
 class TooLarge(httpx2.SSEError, httpx2.StreamError):
-    """A message is larger than may be parsed. Both bases are those that the SDK makes an answer of."""
+    """A message is larger than may be parsed, or goes on after its call. Both bases are those that the SDK makes an
+    answer of."""
 
 
 class Measure:
@@ -87,10 +90,14 @@ class BoundedBody(httpx2.AsyncByteStream):
         assert isinstance(response.stream, httpx2.AsyncByteStream)
         self._body, self._new = response.stream, new
         self._events = response.headers.get("content-type", "").lower().startswith("text/event-stream")
+        # Whether nobody waits for the answer any more.
+        self.abandoned = False
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         measure, blank = self._new(), False
         async for data in self._body:
+            if self.abandoned:
+                raise TooLarge("an answer to a call that was given up went on")
             for place in range(0, len(data), PIECE):
                 piece = data[place : place + PIECE]
                 if not self._events:
@@ -173,7 +180,7 @@ class _Line:
     """A line that is being read. Of one that is too large only the ends are kept, to find the request's id."""
 
     def __init__(self, new: Callable[[], Measure]) -> None:
-        self._new, self._parts = new, list[bytes]()
+        self._new, self._data = new, bytearray()
         self._measure: Measure | None = None
         self._refusal: TooLarge | None = None
         self._skipped = 0
@@ -184,7 +191,7 @@ class _Line:
 
         Raises TooLarge where too much of such a line was skipped.
         """
-        self._parts.append(part)
+        self._data += part
         if self._refusal is None:
             # What a message may have depends on when it begins, not on when the one before it ended.
             self._measure = self._measure or self._new()
@@ -192,29 +199,28 @@ class _Line:
                 self._measure.add(part)
             except TooLarge as error:
                 self._refusal = error
-                return self._answer(b"".join(self._parts)[:ID_BYTES].partition(b'"result"')[0])
+                return self._answer(self._data[:ID_BYTES].partition(b'"result"')[0])
         else:
             self._skipped += len(part)
-            self._parts = [b"".join(self._parts)[-ID_BYTES:]]
+            del self._data[:-ID_BYTES]
             if self._skipped > MOST_SKIPPED:
                 raise self._refusal
         return None
 
     def end(self) -> Incoming | None:
         """Return the message or an error in its place; None if ``add`` returned one. Raises TooLarge without an id."""
-        data = b"".join(self._parts)
         if self._refusal is None:
             try:
-                return SessionMessage(jsonrpc_message_adapter.validate_json(data, by_name=False))
+                return SessionMessage(jsonrpc_message_adapter.validate_json(self._data, by_name=False))
             except ValueError as error:
                 return error
         if self._answered:
             return None
-        if (answer := self._answer(data[-ID_BYTES:])) is None:
+        if (answer := self._answer(self._data[-ID_BYTES:])) is None:
             raise self._refusal
         return answer
 
-    def _answer(self, part: bytes) -> Incoming | None:
+    def _answer(self, part: bytearray) -> Incoming | None:
         """Return the refusal as an answer to the request whose id stands last in ``part``."""
         if not (found := list(_ID.finditer(part))):
             return None
@@ -287,6 +293,17 @@ WE = Implementation(name="rl-async", version="0")
 logging.getLogger("mcp.client.streamable_http").setLevel(logging.CRITICAL)
 
 
+class _Cancelled(msgspec.Struct, rename="camel", frozen=True):
+    request_id: int | str = ""
+
+
+class _Sent(msgspec.Struct):
+    """What a message of ours is about: its id, and the request that it cancels."""
+
+    id: int | str = ""
+    params: _Cancelled = _Cancelled()
+
+
 class SdkConnection:
     """A `Connection` held open by a task of its own: the SDK's contexts must end in the task that entered them."""
 
@@ -302,6 +319,8 @@ class SdkConnection:
         self._status = 0
         self._logged_junk = False
         self._most_values = MOST_VALUES
+        # Answers over HTTP, by the ids of their requests.
+        self._bodies = weakref.WeakValueDictionary[int | str, BoundedBody]()
 
     @property
     def lost(self) -> bool:
@@ -411,7 +430,7 @@ class SdkConnection:
     async def _transport(self) -> AsyncIterator[Any]:
         config = self._server.config
         if config.url:
-            hooks = {"response": [self._answered]}
+            hooks: dict[str, list[Callable[..., Any]]] = {"request": [self._asked], "response": [self._answered]}
             # Calls have deadlines of their own.
             timeout = httpx2.Timeout(config.start_timeout_s, read=None)
             # A compressed answer cannot be measured.
@@ -433,12 +452,21 @@ class SdkConnection:
     def _measure(self) -> Measure:
         return Measure(self._server.label, self._most_values)
 
+    async def _asked(self, request: httpx2.Request) -> None:
+        """Give up the answer to a call that was cancelled: the SDK tells the server, and reads its stream on."""
+        if request.method == "POST":
+            sent = msgspec.json.decode(request.content, type=_Sent)
+            if (body := self._bodies.get(sent.params.request_id)) is not None:
+                body.abandoned = True
+
     async def _answered(self, response: httpx2.Response) -> None:
         """Notice answers that end a session: an expired one, say, or a proxy whose server is gone. Bound the others."""
         # An answer that is compressed against our wish is not decompressed, and fails as malformed JSON.
         response.headers.pop("content-encoding", None)
         response.encoding = "utf-8"
-        response.stream = BoundedBody(response, self._measure)
+        response.stream = body = BoundedBody(response, self._measure)
+        if response.request.method == "POST":
+            self._bodies[msgspec.json.decode(response.request.content, type=_Sent).id] = body
         over = response.status_code in GONE or response.status_code >= 500
         if over and self._client.done() and response.request.method == "POST":
             self._status = response.status_code

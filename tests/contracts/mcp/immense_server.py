@@ -1,10 +1,12 @@
 """An MCP server without the SDK whose answers have no measure: ``python immense_server.py TOOLS [TYPE]``.
 
 It lists the tools given as JSON, and runs them: ``blocks``, ``values`` and ``nested`` answer with many JSON values,
-``endless`` without end, ``text`` with one long text, and any other with its name. With TYPE, a content type, it answers
+``endless`` without end, ``text`` with one long text, ``pings`` with events without end, ``pinging`` with the number of
+answers that still are, and any other with its name. With TYPE, a content type, it answers
 over HTTP, and prints its port.
 """
 
+import contextlib
 import itertools
 import json
 import sys
@@ -12,6 +14,8 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+# The answers that are events without end.
+pinging = set[object]()
 BLOCK = '{"type":"text","text":"x"}'
 COUNT = 300_000
 INITIALIZED = {
@@ -34,6 +38,8 @@ def result(tool: str) -> Iterator[str]:
         case "endless":
             yield '{"type":"text","text":"'
             yield from itertools.repeat("x" * 65536)
+        case "pinging":
+            yield '{"type":"text","text":"' + str(len(pinging)) + '"}]}'
         case "text":
             yield '{"type":"text","text":"' + '\\"[,\\\\' * 1_000_000 + '"}]}'
         case _:
@@ -59,6 +65,13 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", sys.argv[2])
         self.end_headers()
         if "id" not in request:
+            return
+        if request.get("params", {}).get("name") == "pings":
+            pinging.add(self)
+            with contextlib.suppress(ConnectionError):
+                while True:
+                    self.wfile.write(b"event: ping\ndata: {}\n\n")
+            pinging.remove(self)
             return
         if sys.argv[2] == "text/event-stream":
             self.wfile.write(b"data: ")

@@ -102,6 +102,18 @@ async def test_an_answer_that_is_too_large_to_be_parsed_is_an_error_that_names_t
             assert (await call(tools, "hello")).text == "hello"
 
 
+async def test_an_answer_to_a_call_that_was_given_up_is_not_read_on(connect: Connect) -> None:
+    names = ("pings", "pinging")
+    command = (*IMMENSE, json.dumps([{"name": name, "inputSchema": {"type": "object"}} for name in names]))
+    with serving(*command, "text/event-stream") as url:
+        async with connect(command=(), url=url, scope="worker") as toolbox:
+            with toolbox.episode() as tools:
+                assert (await call(tools, "pings", timeout_s=0.3)).error == "timeout"
+                async with asyncio.timeout(PATIENCE_S):
+                    while (await call(tools, "pinging")).text != "0":
+                        pass
+
+
 async def test_a_slow_call_ends_at_its_deadline_and_the_session_goes_on(connect: Connect) -> None:
     async with connect(command=BARE) as toolbox:
         with toolbox.episode() as tools:
