@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from rl_async.configs.importing.translation import (
+    EVERY_TASK,
     FILL_IN,
     Key,
+    NotThisKind,
     Translation,
     flatten,
     our_default,
@@ -14,11 +16,18 @@ from rl_async.configs.importing.translation import (
 )
 from rl_async.errors import ConfigError
 
+
+def _whole(number: float) -> int:
+    """The number without a fraction. Raises ValueError if it has one."""
+    if number != int(number):
+        raise ValueError("not a whole number")
+    return int(number)
+
+
 OPTIMIZER, LOSS, SAMPLING = "trainer.optim", "trainer.loss", "orchestrator.train.sampling"
 BUFFER = "orchestrator.buffer"
 KEYS = (
     Key("model.name", "model.path"),
-    Key("trainer.model.name", "model.path"),
     Key("max_steps", "trainer.steps"),
     Key("orchestrator.group_size", "rollout.group_size", 1),
     Key(f"{SAMPLING}.temperature", "rollout.temperature", 1.0),
@@ -27,17 +36,14 @@ KEYS = (
     Key(f"{OPTIMIZER}.lr", "trainer.learning_rate", 1e-6),
     Key(f"{OPTIMIZER}.weight_decay", "trainer.weight_decay", 0.01),
     Key(f"{OPTIMIZER}.max_norm", "trainer.grad_clip", 1.0),
-    Key("trainer.scheduler.type", "trainer.schedule", "constant", lambda name: {"linear": "constant"}.get(name, name)),
-    Key("trainer.scheduler.warmup_steps", "trainer.warmup_steps"),
     Key("inference.vllm.tensor_parallel_size", "rollout.tensor_parallel"),
     Key("inference.parallel.tp", "rollout.tensor_parallel"),
     Key("inference.vllm.quantization", "rollout.quantization"),
     Key("trainer.model.cp", "trainer.sequence_parallel"),
     Key("trainer.dp_replicate", "trainer.replicas"),
     Key("trainer.model.dp_replicate", "trainer.replicas"),
-    Key("trainer.model.fsdp_cpu_offload", "trainer.cpu_offload"),
-    Key("trainer.model.lora.rank", "trainer.lora.rank"),
-    Key("trainer.model.lora.alpha", "trainer.lora.alpha", convert=int),
+    Key("trainer.model.lora.alpha", "trainer.lora.alpha", convert=_whole),
+    Key("trainer.enable_router_replay", "trainer.router_replay", convert=lambda on: "always" if on else "never"),
     Key("ckpt.interval", "trainer.checkpoint_every"),
     Key("ckpt.keep_last", "trainer.keep_checkpoints"),
     # A pool of easy and one of hard tasks, which are not drawn from.
@@ -47,6 +53,15 @@ KEYS = (
     Key("monitors.wandb.project", "tracking.project"),
     Key("wandb.project", "tracking.project"),
 )
+# Shared keys, and those of the components that they fill in (`propagate_shared_fields`).
+SHARED = {
+    "max_steps": ("trainer.max_steps", "orchestrator.max_steps"),
+    "model.name": ("trainer.model.name", "orchestrator.model.name"),
+    **{
+        key: (f"trainer.{key}", f"orchestrator.{key}")
+        for key in ("model.vlm", "ckpt.interval", "ckpt.keep_last", "monitors.wandb.project", "monitors.wandb.name")
+    },
+}
 ADAM_KEYS = (Key(f"{OPTIMIZER}.betas2", "trainer.beta2", 0.999),)
 # No gradient has a norm like this.
 UNCLIPPED = 1e9
@@ -55,7 +70,7 @@ NO_COUNTERPART = {
     BUFFER: "tasks come back from the pools by data.curriculum.again",
     "orchestrator.concurrency": "concurrent episodes are bounded by agent.concurrency, and start with it",
     "orchestrator.renderer": "chats are rendered by the model's own template",
-    "orchestrator.algo.length_penalty": "another penalty for length; see algorithm.shaping.length and .overlong",
+    f"{SAMPLING}.extra_body": "requests of an environment have no further fields",
     "orchestrator.model": "engines start from model.path",
     "trainer.loss": "a number of another loss",
     "trainer.optim": "a number of another optimizer",
@@ -63,7 +78,6 @@ NO_COUNTERPART = {
     "trainer.model.ep": "fsdp2 shards experts like all weights",
     "trainer.model.ac": "activation checkpointing is whole or off",
     "trainer.model": "the model is Transformers' own",
-    "trainer.enable_router_replay": "routers are replayed by trainer.router_replay=auto",
     "inference.vllm.model": "engines start from model.path; see rollout.quantization",
     "trainer.model.quantization": "the trainer's weights are in model.dtype",
     "inference": _ENGINE,
@@ -82,61 +96,112 @@ NO_COUNTERPART = {
 def write(file: Path, more: list[str]) -> str:
     """Our YAML for the TOML in ``file`` and the ``a.b=c`` in ``more``."""
     sections = read_sections(file)
-    t = Translation(overridden(flatten(sections), more, "an argument"))
+    given = overridden(flatten(sections), more, "an argument")
+    if given and not any(key.startswith("orchestrator.") for key in given):
+        raise NotThisKind(f"{file}: no section orchestrator, which a config of prime-rl's `rl` has")
+    # TOML has no null; prime-rl writes it as a text.
+    off = {key for key, value in given.items() if value in (None, "None")}
+    t = Translation({key: value for key, value in given.items() if key not in off})
+    _share(t)
     keys = ("orchestrator.train.source", "orchestrator.train.env", "orchestrator.env")
     sources = next((found for key in keys if (found := _list(t, key))), [])
     _shared_settings(t, sources)
     t.translate(KEYS)
-    # Activations are recomputed as soon as there is that section, however empty.
-    model = (sections.get("trainer") or {}).get("model") or {}
-    t.put("trainer.activation_checkpointing", "ac" in model or "ac_offloading" in model, "trainer.model.ac")
-    rows, group = t.number("orchestrator.batch_size", 128), t.number("orchestrator.group_size", 1)
-    if group == 1:
-        t.unknown.append("rollout.group_size: prime-rl takes 1, with which every advantage of its grpo is 0; 8 or more")
-    t.put("data.train_batch_groups", max(rows // group, 1), "orchestrator.batch_size", "orchestrator.group_size")
+    t.put("trainer.activation_checkpointing", "trainer.model.ac" not in off, "trainer.model.ac")
+    _adapters(t, sections)
+    _batch(t)
     t.put("trainer.minibatches", 1, "trainer")
     t.put("rollout.engine", "vllm", "inference")
     _devices(t)
     _lengths(t)
-    _optimizer(t)
+    _optimizer(t, sections, off)
     _algorithm(t)
     _loss(t)
     _environment(t, sources)
     if any(key.startswith(("wandb.", "monitors.wandb.")) for key in t.given):
         t.put("tracking.backends", ["wandb"], "wandb.project", "wandb.name", "monitors.wandb.project")
-    if t.take("orchestrator.token_batch_size"):
-        t.notes.append("orchestrator.token_batch_size: a batch is a number of tasks here, data.train_batch_groups")
     if "trainer.steps" not in t.ours:
         t.unknown.append(f"trainer.steps ({our_default('trainer.steps')} if left out): prime-rl has no end without it")
+    if any(key.startswith(("data.fake.", "trainer.data.fake.")) for key in t.given):
+        t.missing.append("a trainer of random batches (trainer.data.fake)")
     t.notes.append("prime-rl drops a row that is too old; queue.max_staleness bounds it by admission")
     return t.text(f"From {file} (prime-rl).", NO_COUNTERPART)
+
+
+def _share(t: Translation) -> None:
+    """Read what the components' sections say alike as the shared key; a value that differs stays where it is."""
+    for shared, components in SHARED.items():
+        for component in components:
+            for key in [key for key in t.given if f"{key}.".startswith(f"{component}.")]:
+                whole = shared + key.removeprefix(component)
+                if t.given.setdefault(whole, t.given[key]) == t.given[key]:
+                    del t.given[key]
+
+
+def _has(t: Translation, sections: dict[str, Any], key: str) -> bool:
+    """Whether there is such a section, which may be empty."""
+    found: Any = sections
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, dict) else None
+    return isinstance(found, dict) or any(name.startswith(f"{key}.") for name in t.given)
+
+
+def _adapters(t: Translation, sections: dict[str, Any]) -> None:
+    """An empty section trains adapters, too."""
+    section = "trainer.model.lora"
+    if not _has(t, sections, section):
+        return
+    t.ours["trainer.lora.rank"] = t.number(f"{section}.rank", 16)
+    if modules := t.take(f"{section}.target_modules"):
+        t.put("trainer.lora.targets", modules, f"{section}.target_modules")
+    t.only(f"{section}.dropout", 0)
+    t.only(f"{section}.modules_to_save", [])
+
+
+def _batch(t: Translation) -> None:
+    """Groups of a step. Raises ConfigError where prime-rl refuses the batch, too."""
+    group = t.number("orchestrator.group_size", 1)
+    if tokens := t.take("orchestrator.token_batch_size"):
+        default = our_default("data.train_batch_groups")
+        t.unknown.append(
+            f"data.train_batch_groups ({default} if left out): prime-rl takes rows until they have {tokens} tokens; "
+            f"here, {tokens} / (rollout.group_size x the tokens of an average row)"
+        )
+        return
+    rows = t.number("orchestrator.batch_size", 128)
+    if rows % group:
+        raise ConfigError(f"orchestrator.batch_size={rows} is no multiple of orchestrator.group_size={group}")
+    t.put("data.train_batch_groups", rows // group, "orchestrator.batch_size", "orchestrator.group_size")
 
 
 def _devices(t: Translation) -> None:
     """Trainer ranks and engines from GPUs, or from nodes and their GPUs."""
     each = t.number("deployment.gpus_per_node", 8)
     nodes = t.number("deployment.num_train_nodes", 0)
-    per_replica = t.take("deployment.num_infer_nodes")
-    if t.take("deployment.type", "single_node") == "multi_node":
-        parts = [f"inference.deployment.{kind}_nodes_per_replica" for kind in ("prefill", "decode")]
-        counts = [t.number(f"inference.deployment.num_{kind}_replicas", 1) for kind in ("prefill", "decode")]
-        split = sum(t.number(key, 0) * count for key, count in zip(parts, counts, strict=True))
-        if split:
-            t.notes.append("inference.deployment: prefill and decoding share an engine here")
-        if per_replica is None:
-            per_replica = split or t.number("inference.deployment.num_nodes", 1)
-        gpus = int(per_replica) * t.number("deployment.num_infer_replicas", 1) * each
-        t.put("trainer.ranks", nodes * each, "deployment.num_train_nodes")
-        if together := t.take("deployment.nodes_per_fsdp_group"):
-            t.put("trainer.replicas", max(nodes // int(together), 1), "deployment.nodes_per_fsdp_group")
-    else:
-        gpus = t.number("deployment.num_infer_gpus", 1)
-        t.put("trainer.ranks", t.number("deployment.num_train_gpus", 1), "deployment.num_train_gpus")
+    given = t.take("deployment.num_infer_nodes")
     parallel = t.ours.get("rollout.tensor_parallel", 1)
+    copies = ("inference.vllm.data_parallel_size", "inference.parallel.dp")
+    if t.take("deployment.type", "single_node") == "multi_node":
+        per_replica = t.number("deployment.num_infer_nodes", 1) if given is not None else _nodes_of_a_replica(t)
+        replicas = t.number("deployment.num_infer_replicas", 1)
+        gpus = per_replica * replicas * each
+        t.put("trainer.ranks", nodes * each, "deployment.num_train_nodes")
+        if together := t.number("deployment.nodes_per_fsdp_group", 0):
+            groups = _divided(nodes, together, "deployment.num_train_nodes", "deployment.nodes_per_fsdp_group")
+            t.put("trainer.replicas", groups, "deployment.nodes_per_fsdp_group")
+    else:
+        replicas = 1
+        # Before there was a section deployment, inference.parallel counted the GPUs.
+        counted = parallel * t.number(copies[1], 1) if any(k.startswith("inference.parallel.") for k in t.given) else 1
+        gpus = t.number("deployment.num_infer_gpus", counted)
+        t.put("trainer.ranks", t.number("deployment.num_train_gpus", 1), "deployment.num_train_gpus")
     theirs = ("deployment.num_infer_gpus", "deployment.num_infer_nodes", "inference.vllm.tensor_parallel_size")
-    t.put("rollout.engines", max(gpus // parallel, 1), *theirs)
-    for key in ("inference.vllm.data_parallel_size", "inference.parallel.dp"):
-        t.take(key)
+    engines = _divided(gpus, parallel, "the GPUs of inference", "inference.vllm.tensor_parallel_size")
+    t.put("rollout.engines", engines, *theirs)
+    told = next((t.take(key) for key in copies if key in t.given), engines // replicas)
+    # Several nodes count the copies of all, or of one.
+    if told not in (engines // replicas, each // parallel):
+        t.notes.append(f"{copies[0]}={told}: the GPUs of inference have room for {engines} engines, which were written")
     if t.take("inference.vllm.enable_expert_parallel", False):
         t.put("rollout.expert_parallel", parallel, "inference.vllm.enable_expert_parallel")
         if parallel == 1:
@@ -146,6 +211,26 @@ def _devices(t: Translation) -> None:
             )
 
 
+def _nodes_of_a_replica(t: Translation) -> int:
+    """Nodes of inference that only inference's own section tells."""
+    section = "inference.deployment"
+    kind = t.take(f"{section}.type", "single_node")
+    if kind == "disaggregated":
+        t.notes.append(f"{section}: prefill and decoding share an engine here")
+        parts = [
+            (f"{section}.{part}_nodes_per_replica", f"{section}.num_{part}_replicas") for part in ("prefill", "decode")
+        ]
+        return sum(t.number(nodes, 1) * t.number(copies, 1) for nodes, copies in parts)
+    return t.number(f"{section}.num_nodes", 2) if kind == "multi_node" else 1
+
+
+def _divided(number: int, by: int, name: str, parts: str) -> int:
+    """The quotient. Raises ConfigError, as prime-rl does, if there is a remainder."""
+    if by < 1 or number % by:
+        raise ConfigError(f"{parts}={by} does not divide {name}, {number}")
+    return number // by
+
+
 def _lengths(t: Translation) -> None:
     """Whole episodes, single answers and micro-batches, which have the run's length unless they are given."""
     shared = t.number("seq_len", 2048)
@@ -153,16 +238,23 @@ def _lengths(t: Translation) -> None:
     longest = max(t.number("inference.vllm.max_model_len", episode), episode)
     t.put("agent.max_tokens", episode, "seq_len", "orchestrator.seq_len")
     t.put("rollout.max_model_len", longest, "seq_len", "orchestrator.seq_len", "inference.vllm.max_model_len")
+    if "inference.vllm.max_model_len" not in t.given or longest > episode:
+        t.notes.append(
+            f"agent.max_tokens: an episode ends at {episode} tokens here; there it goes on to the engine's length, and "
+            "its first seq_len tokens are trained"
+        )
     packed = t.number("trainer.model.seq_len", shared)
     t.put("trainer.max_tokens_per_microbatch", packed, "seq_len", "trainer.model.seq_len")
     names = (f"{SAMPLING}.max_completion_tokens", "orchestrator.sampling.max_tokens")
     given = [value for name in names if (value := t.take(name)) is not None]
     t.put("rollout.max_tokens", given[0] if given else episode, *names, "seq_len")
+    for name, whole in (("top_p", (1, 1.0)), ("top_k", (-1, 0)), ("min_p", (0, 0.0))):
+        t.only(f"{SAMPLING}.extra_body.{name}", *whole)
     # A prompt is bounded by the episode alone there.
     t.put("data.max_prompt_tokens", max(episode - 1, 1), "seq_len", "orchestrator.seq_len")
 
 
-def _optimizer(t: Translation) -> None:
+def _optimizer(t: Translation, sections: dict[str, Any], off: set[str]) -> None:
     name = t.take(f"{OPTIMIZER}.type", "adamw")
     if name == "adamw":
         t.only(f"{OPTIMIZER}.betas1", 0.9)
@@ -172,22 +264,38 @@ def _optimizer(t: Translation) -> None:
             f"{OPTIMIZER}.type={name}: the optimizer here is AdamW, with another best learning rate than "
             f"{t.ours.get('trainer.learning_rate', 1e-6)}"
         )
-    if modules := t.take("trainer.model.lora.target_modules"):
-        t.put("trainer.lora.targets", modules, "trainer.model.lora.target_modules")
-    schedule = t.take("trainer.scheduler.type")
-    if schedule == "linear":
-        t.notes.append("trainer.scheduler: linear falls in the last decay_steps alone there; written: constant")
-    if schedule in ("linear", "cosine"):
-        t.put("trainer.warmup_steps", t.number("trainer.scheduler.warmup_steps", 10), "trainer.scheduler.type")
-    # prime-rl itself switches the clip off with either.
-    offloaded, deepep = "trainer.model.full_offload", "trainer.model.ep_comm_backend"
-    if t.take(offloaded, False) or t.take(deepep) == "deepep":
-        t.put("trainer.grad_clip", UNCLIPPED, offloaded, deepep)
+    _schedule(t)
+    # prime-rl itself switches the clip off with either of the last two.
+    clip, offloaded, deepep = f"{OPTIMIZER}.max_norm", "trainer.model.full_offload", "trainer.model.ep_comm_backend"
+    whole = _has(t, sections, offloaded) or bool(t.take(offloaded, False))
+    if whole or t.take("trainer.model.fsdp_cpu_offload", False):
+        t.ours |= {"trainer.cpu_offload": True, "model.device": "gpu"}
+    if clip in off or whole or t.take(deepep) == "deepep":
+        t.ours["trainer.grad_clip"] = UNCLIPPED
     if t.given.get("ckpt.interval") and not t.given.get("ckpt.keep_last"):
         kept = our_default("trainer.keep_checkpoints")
         t.notes.append(f"ckpt.keep_last: all checkpoints are kept there; trainer.keep_checkpoints keeps {kept}")
     if not t.given.get("ckpt.interval"):
         t.put("trainer.checkpoint_every", 0, "ckpt")
+
+
+def _schedule(t: Translation) -> None:
+    """`linear` is constant there but for its warm-up and its last `decay_steps`; every one here falls to 0."""
+    kind = t.take("trainer.scheduler.type", "constant")
+    if kind == "constant":
+        return
+    warmup = t.number("trainer.scheduler.warmup_steps", 10)
+    t.put("trainer.warmup_steps", warmup, "trainer.scheduler.type")
+    if kind == "linear":
+        decay = t.number("trainer.scheduler.decay_steps", 10)
+        if decay and warmup + decay != t.ours.get("trainer.steps"):
+            kind = "constant"
+            t.notes.append(
+                f"trainer.schedule: the learning rate falls linearly in the last {decay} steps there; written: constant"
+            )
+        elif not decay:
+            kind = "constant"
+    t.put("trainer.schedule", kind, "trainer.scheduler.type")
 
 
 OPSD = {
@@ -204,6 +312,8 @@ def _algorithm(t: Translation) -> None:
     key = "orchestrator.algo.type"
     name = t.take(key, "grpo")
     t.put("algorithm.advantage", {"max_rl": "max_rl"}.get(name, "dr_grpo"), key)
+    if name in ("grpo", "max_rl", "echo"):
+        _rewards(t)
     if name == "opd":
         url, model = (t.take(f"orchestrator.algo.teacher.{part}") for part in ("base_url", "name"))
         if not (url and model):
@@ -221,6 +331,30 @@ def _algorithm(t: Translation) -> None:
         t.notes.append(f"algorithm.teacher.hint: the demonstration ({column}) must be the tasks' ground truth")
     elif name not in ("grpo", "max_rl"):
         t.missing.append(f"the algorithm {key}={name}; there are grpo (dr_grpo here), max_rl, echo, opd and opsd")
+
+
+PENALTY = {"num_output_tokens_weight": 0.25, "num_input_tokens_weight": 0.1, "num_turns_weight": 0.1}
+
+
+def _rewards(t: Translation) -> None:
+    """How groups are compared: their size, the penalty for length in the comparison, and those without contrast."""
+    if t.given.get("orchestrator.group_size", 1) == 1:
+        t.unknown.append("rollout.group_size: prime-rl takes 1, with which every advantage of its grpo is 0; 8 or more")
+    section = "orchestrator.algo.length_penalty"
+    if t.take(f"{section}.type") is not None:
+        weights = [t.take(f"{section}.{part}", usual) for part, usual in PENALTY.items()]
+        if any(weights):
+            t.put("algorithm.advantage", f"{FILL_IN}.py:advantage", section)
+            t.unknown.append(
+                f"algorithm.advantage: prime-rl subtracts, from each reward, the group's mean reward times the sum of "
+                f"{weights} x (the row's sampled tokens, other tokens and turns, each / the group's largest), and then "
+                "their mean; write that function (docs/reference/algorithms.md), or choose dr_grpo and do without"
+            )
+    if t.take("orchestrator.train.filter_zero_advantages", True):
+        t.notes.append(
+            "orchestrator.train.filter_zero_advantages: tokens without advantage count in the loss's mean and in its "
+            "penalty here; algorithm.shaping.dynamic_sampling replaces their groups"
+        )
 
 
 def _echo(t: Translation) -> None:
@@ -271,14 +405,57 @@ def _environment(t: Translation, sources: list[dict[str, Any]]) -> None:
         t.unknown.append("data.path, agent.environment and reward.functions: no environment is named")
     else:
         _play(t, sources)
-    held_out = _list(t, "orchestrator.eval.source") or _list(t, "orchestrator.eval.env")
-    for key in ("interval", "num_examples", "group_size", "skip_first_step"):
-        t.take(f"orchestrator.eval.{key}")
-    if held_out:
-        names = ", ".join(_name_of(source) for source in held_out)
+    _evaluation(t, sources)
+
+
+EVALUATION = {"interval": 100, "num_examples": -1, "group_size": 1}
+
+
+def _evaluation(t: Translation, sources: list[dict[str, Any]]) -> None:
+    """Evaluations play held-out tasks of training's environments here, and others there, too."""
+    section = "orchestrator.eval"
+    held_out = _list(t, f"{section}.source") or _list(t, f"{section}.env")
+    usual = {name: t.take(f"{section}.{name}", default) for name, default in EVALUATION.items()}
+    usual_sampling = {
+        key.removeprefix(f"{section}.sampling."): t.take(key)
+        for key in list(t.given)
+        if key.startswith(f"{section}.sampling.")
+    }
+    skipped = t.take(f"{section}.skip_first_step", False)
+    if not held_out:
+        return
+    numbers = [{name: source.get(name, value) for name, value in usual.items()} for source in held_out]
+    sampling = [usual_sampling | (source.get("sampling") or {}) for source in held_out]
+    told = "; ".join(
+        f"{_name_of(source)}: every {each['interval']} steps, {each['group_size']} times each of "
+        f"{'all' if each['num_examples'] < 0 else each['num_examples']} tasks"
+        for source, each in zip(held_out, numbers, strict=True)
+    )
+    if not {_package_of(source) for source in held_out} <= {_package_of(source) for source in sources}:
         t.notes.append(
-            f"orchestrator.eval ({names}): an evaluation here plays held-out tasks of the training's environment; give "
-            "them as data.eval_path, with eval.every"
+            f"{section} ({told}) is left out: an evaluation here plays held-out tasks of the training's environment; "
+            "give them as data.eval_path, with eval.every"
+        )
+        return
+    first, how = numbers[0], sampling[0]
+    if any(each != first for each in numbers) or any(each != how for each in sampling):
+        t.notes.append(f"{section} ({told}): one set of numbers here; written: those of {_name_of(held_out[0])}")
+    files = [{"path": f"artifacts/{_name_of(source)}.eval.jsonl"} for source in held_out]
+    t.put("data.eval_path", files if files[1:] else files[0]["path"], section)
+    t.put("eval.every", first["interval"], section)
+    t.put("eval.tasks", EVERY_TASK if first["num_examples"] < 0 else first["num_examples"], section)
+    t.put("eval.samples", first["group_size"], section)
+    t.put("eval.before", not skipped, section)
+    t.put("eval.temperature", how.get("temperature", 1.0), section)
+    t.unknown.append(f"data.eval_path: write held-out tasks of {', '.join(map(_name_of, held_out))} there")
+    if "temperature" not in how:
+        t.notes.append("eval.temperature: 1, unless the model's own generation_config.json has another")
+    others = {name: value for name, value in how.items() if name != "temperature" and value is not None}
+    if (longest := others.pop("max_completion_tokens", None)) not in (None, t.ours["rollout.max_tokens"]):
+        t.notes.append(f"{section}.sampling: answers have rollout.max_tokens in evaluations, too, not {longest}")
+    if others:
+        t.notes.append(
+            f"{section}.sampling: {', '.join(f'{name}={value}' for name, value in others.items())} has no counterpart"
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rl_async.configs.importing.importers import SOURCES
-from rl_async.configs.importing.translation import flatten
+from rl_async.configs.importing.translation import flatten, our_default
 from rl_async.configs.load import load_config, parse, refusals
 from rl_async.errors import ConfigError
 
@@ -443,12 +443,108 @@ def test_a_toml_of_prime_rls_of_august_2026(tmp_path: Path) -> None:
         ("trainer.scheduler.type=linear", "trainer.warmup_steps", 10),
         ("trainer.model.full_offload=true", "trainer.grad_clip", 1e9),
         ("trainer.model.ep_comm_backend=deepep", "trainer.grad_clip", 1e9),
+        ("trainer.model.fsdp_cpu_offload=true", "trainer.cpu_offload", True),
+        ("trainer.model.full_offload.numa_bind=false", "trainer.grad_clip", 1e9),
+        ("trainer.optim.max_norm=None", "trainer.grad_clip", 1e9),
+        # A decay over all steps behind the warm-up is the schedule of that name here.
+        ("trainer.scheduler={type: linear, warmup_steps: 4, decay_steps: 16}", "trainer.schedule", "linear"),
+        ("trainer.scheduler={type: linear, decay_steps: 0}", "trainer.warmup_steps", 10),
+        ("trainer.enable_router_replay=true", "trainer.router_replay", "always"),
+        ("trainer.ckpt={interval: 7}", "trainer.checkpoint_every", 7),
+        ("orchestrator.algo.length_penalty.type=linear", "algorithm.advantage", "FILL_IN.py:advantage"),
         ("trainer.model.dp_replicate=2", "trainer.replicas", 2),
         ("deployment.nodes_per_fsdp_group=1", "trainer.replicas", 2),
     ],
 )
 def test_further_keys_of_prime_rls(tmp_path: Path, given: str, key: str, value: Any) -> None:
     assert ours(tmp_path, "prime-rl", "rl.toml", PRIME_RL, given)[key] == value
+
+
+def test_defaults_of_prime_rls_that_its_file_leaves_out(tmp_path: Path) -> None:
+    found = ours(tmp_path, "prime-rl", "rl.toml", "[trainer]\n[trainer.model.lora]\n[orchestrator]\ngroup_size = 8\n")
+    expected = {
+        "queue.max_staleness": 8,
+        "data.train_batch_groups": 128 // 8,
+        "trainer.weight_decay": 0.01,
+        "trainer.beta2": 0.999,
+        "trainer.lora.rank": 16,
+        "trainer.activation_checkpointing": True,
+        "trainer.checkpoint_every": 0,
+        "algorithm.advantage": "dr_grpo",
+        "algorithm.correction": "prime_rl",
+        "agent.max_tokens": 2048,
+        "rollout.max_tokens": 2048,
+        "trainer.max_tokens_per_microbatch": 2048,
+    }
+    assert {key: found.get(key) for key in expected} == expected
+    # What is not written must be the same default here.
+    same = {"trainer.learning_rate": 1e-6, "trainer.grad_clip": 1.0, "rollout.temperature": 1.0}
+    assert {key: our_default(key) for key in same} == same and not same.keys() & found.keys()
+    off = ours(tmp_path, "prime-rl", "rl.toml", PRIME_RL.replace("[trainer.model.ac]", ""), "trainer.model.ac=None")
+    assert "trainer.activation_checkpointing" not in off
+
+
+def test_settings_of_prime_rls_parts_are_those_of_the_run(tmp_path: Path) -> None:
+    alone = PRIME_RL.replace("max_steps = 20\n", "").replace('[model]\nname = "m"\n', "")
+    parts = ["trainer.max_steps=20", "orchestrator.max_steps=20", "trainer.model.name=m", "orchestrator.model.name=m8"]
+    found = ours(tmp_path, "prime-rl", "rl.toml", alone, *parts)
+    assert (found["trainer.steps"], found["model.path"]) == (20, "m")
+    assert "orchestrator.model.name = m8" in comments(tmp_path, "prime-rl", "rl.toml", alone, *parts)
+
+
+EVALUATION = """
+[orchestrator.eval]
+interval = 5
+num_examples = 32
+skip_first_step = true
+[orchestrator.eval.sampling]
+temperature = 0.6
+[[orchestrator.eval.source]]
+name = "held-out"
+group_size = 4
+[orchestrator.eval.source.env.taskset]
+id = "wiki-search"
+"""
+
+
+def test_evaluations_of_prime_rls_in_the_environment_of_training(tmp_path: Path) -> None:
+    found = ours(tmp_path, "prime-rl", "rl.toml", PRIME_RL + EVALUATION)
+    assert found["data.eval_path"] == "artifacts/held-out.eval.jsonl"
+    assert (found["eval.every"], found["eval.tasks"], found["eval.samples"]) == (5, 32, 4)
+    assert (found.get("eval.before", False), found["eval.temperature"]) == (False, 0.6)
+    usual = EVALUATION[EVALUATION.index("[[") :].replace("group_size = 4\n", "")
+    found = ours(tmp_path, "prime-rl", "rl.toml", PRIME_RL + usual)
+    assert (found["eval.every"], found["eval.before"], found["eval.temperature"]) == (100, True, 1.0)
+    assert found["eval.tasks"] > 1000 and "eval.samples" not in found
+    other = EVALUATION.replace("wiki-search", "elsewhere")
+    assert "data.eval_path" not in ours(tmp_path, "prime-rl", "rl.toml", PRIME_RL + other)
+    assert "held-out: every 5 steps" in comments(tmp_path, "prime-rl", "rl.toml", PRIME_RL + other)
+
+
+def test_batches_of_prime_rls_that_count_tokens_are_to_be_filled_in(tmp_path: Path) -> None:
+    tokens = PRIME_RL.replace("batch_size = 512", "token_batch_size = 4096")
+    assert "data.train_batch_groups" not in ours(tmp_path, "prime-rl", "rl.toml", tokens)
+    said = comments(tmp_path, "prime-rl", "rl.toml", tokens).partition("What to look at:")[0]
+    assert "data.train_batch_groups" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ("orchestrator.batch_size=100", "orchestrator.group_size"),
+        ("inference.vllm.tensor_parallel_size=3", "tensor_parallel_size"),
+        ("deployment.nodes_per_fsdp_group=4", "nodes_per_fsdp_group"),
+        ("orchestrator.train.sampling.extra_body.top_p=0.9", "top_p"),
+        ("trainer.model.lora.dropout=0.1", "dropout"),
+        ("trainer.model.lora.alpha=1.5", "alpha"),
+        ("trainer.data.fake.batch_size=2", "fake"),
+        ("trainer.model.vlm.vision_encoder_attr=x", "images"),
+    ],
+)
+def test_settings_of_prime_rls_that_would_be_rounded_or_lost_are_errors(tmp_path: Path, given: str, named: str) -> None:
+    (tmp_path / "rl.toml").write_text(PRIME_RL)
+    with pytest.raises(ConfigError, match=named):
+        SOURCES["prime-rl"](tmp_path / "rl.toml", [given])
 
 
 OTHER_SOURCE = """
