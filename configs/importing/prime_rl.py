@@ -108,6 +108,8 @@ def write(file: Path, more: list[str]) -> str:
     _shared_settings(t, sources)
     t.translate(KEYS)
     t.put("trainer.activation_checkpointing", "trainer.model.ac" not in off, "trainer.model.ac")
+    if t.given.get("trainer.model.ac.freq") == 1:
+        t.take("trainer.model.ac.freq")
     _adapters(t, sections)
     _batch(t)
     t.put("trainer.minibatches", 1, "trainer")
@@ -272,9 +274,6 @@ def _optimizer(t: Translation, sections: dict[str, Any], off: set[str]) -> None:
         t.ours |= {"trainer.cpu_offload": True, "model.device": "gpu"}
     if clip in off or whole or t.take(deepep) == "deepep":
         t.ours["trainer.grad_clip"] = UNCLIPPED
-    if t.given.get("ckpt.interval") and not t.given.get("ckpt.keep_last"):
-        kept = our_default("trainer.keep_checkpoints")
-        t.notes.append(f"ckpt.keep_last: all checkpoints are kept there; trainer.keep_checkpoints keeps {kept}")
     if not t.given.get("ckpt.interval"):
         t.put("trainer.checkpoint_every", 0, "ckpt")
 

@@ -27,7 +27,6 @@ KEYS = (
     Key("num-rollout", "trainer.steps"),
     Key("lr", "trainer.learning_rate", 1e-6),
     Key("lr-decay-style", "trainer.schedule", "linear"),
-    Key("lr-warmup-iters", "trainer.warmup_steps"),
     Key("weight-decay", "trainer.weight_decay", 0.01),
     Key("adam-beta2", "trainer.beta2", 0.999),
     Key("clip-grad", "trainer.grad_clip", 1.0),
@@ -66,9 +65,9 @@ NO_COUNTERPART = {
     **dict.fromkeys(("metadata-key", "tool-key"), "templates of data.path name columns"),
     **dict.fromkeys(("balance-data", "use-dynamic-batch-size", "micro-batch-size"), "rows are always packed"),
     **dict.fromkeys(("recompute-granularity", "recompute-method", "recompute-num-layers"), _MEGATRON),
-    **dict.fromkeys(("attention-dropout", "hidden-dropout", "attention-backend", "sequence-parallel"), _MEGATRON),
+    **dict.fromkeys(("attention-backend", "sequence-parallel"), _MEGATRON),
     **dict.fromkeys(("accumulate-allreduce-grads-in-fp32", "attention-softmax-in-fp32"), _MEGATRON),
-    **dict.fromkeys(("expert-tensor-parallel-size", "optimizer"), _MEGATRON),
+    "expert-tensor-parallel-size": _MEGATRON,
     "over-sampling-batch-size": "groups that are given up are replaced one by one (algorithm.shaping.dynamic_sampling)",
     **dict.fromkeys(
         ("optimizer-cpu-offload", "overlap-cpu-optimizer-d2h-h2d", "use-precision-aware-optimizer"),
@@ -90,7 +89,7 @@ NO_COUNTERPART = {
     "sglang-*": "an engine's own setting; rollout.engine_args passes flags on",
     "rollout-stop-token-ids": "an answer ends with the model's own tokens of its generation config",
     "eval-config": "evaluation is data.eval_path and the section eval",
-    "min-lr": "a schedule falls to 0",
+    **dict.fromkeys(("min-lr", "lr-decay-iters"), "a schedule falls to 0 over the whole run"),
     **dict.fromkeys(
         ("offload", "offload-train", "offload-rollout", "no-offload-train", "no-offload-rollout"),
         "colocated engines sleep while the trainer works",
@@ -127,6 +126,7 @@ def write(file: Path, more: list[str]) -> str:
     _devices(t)
     _lengths(t)
     _batch(t)
+    _optimizer(t)
     _advantage(t)
     _kl(t)
     _correction(t)
@@ -321,10 +321,17 @@ def _batch(t: Translation) -> None:
         t.put("trainer.max_tokens_per_microbatch", tokens, "max-tokens-per-gpu")
     if tasks and rows:
         t.put("trainer.minibatches", max(tasks * group // rows, 1), "global-batch-size", "rollout-batch-size")
+        if left := tasks * group % rows:
+            t.notes.append(f"trainer.minibatches: {left} of {tasks * group} rows fill no global-batch-size={rows}")
     elif steps := t.take("num-steps-per-rollout"):
         t.put("trainer.minibatches", steps, "num-steps-per-rollout")
+    else:
+        t.unknown.append("trainer.minibatches: without global-batch-size a row per GPU is a mini-batch there")
     t.take("num-steps-per-rollout")
     epochs = t.take("num-epoch")
+    for flag, key in (("rollout-max-response-len", "rollout.max_tokens"), ("num-rollout", "trainer.steps")):
+        if key not in t.ours and not (epochs and key == "trainer.steps"):
+            t.unknown.append(f"{key} ({our_default(key)} if left out): without {flag} slime has no bound")
     if epochs and "trainer.steps" not in t.ours:
         found = count_rows(t.given.get("prompt-data"))
         if found and tasks:
@@ -336,6 +343,22 @@ def _batch(t: Translation) -> None:
             t.put("algorithm.shaping.dynamic_sampling", True, "dynamic-sampling-filter-path")
         else:
             t.notes.append(f"dynamic-sampling-filter-path={filters} has no counterpart")
+
+
+def _optimizer(t: Translation) -> None:
+    """What Megatron's own defaults and its schedule say; its iterations are optimizer steps."""
+    if (name := t.take("optimizer", "adam")) != "adam":
+        t.notes.append(f"optimizer={name}: the optimizer here is AdamW, with another best learning rate")
+    if dropout := [flag for flag in ("attention-dropout", "hidden-dropout") if t.take(flag, 0.1)]:
+        t.notes.append(f"{' and '.join(dropout)}: Megatron drops 0.1 unless told 0; a model here drops nothing")
+    share, total = t.take("lr-warmup-fraction"), t.ours.get("trainer.steps")
+    if share is not None and total is None:
+        t.unknown.append(f"trainer.warmup_steps: lr-warmup-fraction={share} of all optimizer steps")
+    elif share is not None:
+        steps = int(share * t.given.get("lr-decay-iters", total * t.ours.get("trainer.minibatches", 1)))
+        t.put("trainer.warmup_steps", steps, "lr-warmup-fraction")
+    else:
+        t.put("trainer.warmup_steps", t.number("lr-warmup-iters", 0), "lr-warmup-iters")
 
 
 def _advantage(t: Translation) -> None:

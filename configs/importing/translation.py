@@ -115,6 +115,9 @@ class Translation:
             least = "almost none" if many else "none"
             raise NotThisKind(f"{head.rstrip('.')}: it holds {least} of the settings that this command knows{first}")
         self._leave_out_unread_options()
+        if self.ours.get("trainer.checkpoint_every") and "trainer.keep_checkpoints" not in self.ours:
+            kept = our_default("trainer.keep_checkpoints")
+            self.notes.append(f"trainer.keep_checkpoints: all checkpoints are kept there; here, the last {kept}")
         if self.missing:
             raise ConfigError(f"{head.rstrip('.')}: this run cannot be had here: {'; '.join(self.missing)}")
         values = nested(self.ours)

@@ -120,7 +120,6 @@ KEYS = (
     Key(f"{ACTOR}.optim.lr", "trainer.learning_rate", 1e-6),
     Key(f"{ACTOR}.optim.weight_decay", "trainer.weight_decay", 0.01),
     Key(f"{ACTOR}.optim.lr_scheduler_type", "trainer.schedule", "constant"),
-    Key(f"{ACTOR}.optim.lr_warmup_steps", "trainer.warmup_steps", -1, _or_off),
     Key(f"{ACTOR}.grad_clip", "trainer.grad_clip", 1.0),
     Key(f"{ACTOR}.ppo_epochs", "trainer.epochs", 1),
     Key(f"{ACTOR}.strategy", "trainer.backend", "fsdp", lambda name: BACKENDS.get(name, name)),
@@ -150,13 +149,14 @@ KEYS = (
 )
 # These are read if the config names an engine. Otherwise verl's defaults hold, and those only suit its usual machines.
 ENGINE_KEYS = (
-    Key(f"{ROLLOUT}.tensor_model_parallel_size", "rollout.tensor_parallel"),
+    Key(f"{ROLLOUT}.tensor_model_parallel_size", "rollout.tensor_parallel", 2),
     Key(f"{ROLLOUT}.pipeline_model_parallel_size", "rollout.pipeline_parallel"),
 )
 # Of its other trainers and earlier versions; without a default, so that they say something where they are given.
 OTHER_KEYS = (
     Key(f"{ACTOR}.optim.clip_grad", "trainer.grad_clip"),
     Key(f"{ACTOR}.optim.lr_decay_style", "trainer.schedule"),
+    Key(f"{ACTOR}.optim.warmup_style", "trainer.schedule"),
     Key(f"{ACTOR}.policy_loss.tau_pos", "algorithm.loss_options.sapo_tau_positive"),
     Key(f"{ACTOR}.policy_loss.tau_neg", "algorithm.loss_options.sapo_tau_negative"),
 )
@@ -503,9 +503,7 @@ def _optimizer(t: Translation) -> None:
             t.put("trainer.beta2", beta2, key)
         case betas:
             t.missing.append(f"{key}={betas}; here they are 0.9 and trainer.beta2")
-    ratio = t.take(f"{ACTOR}.optim.lr_warmup_steps_ratio", 0.0)
-    if ratio:
-        t.notes.append(f"lr_warmup_steps_ratio={ratio}: write it as trainer.warmup_steps, in optimizer steps")
+    _warmup(t, ACTOR, "trainer.warmup_steps")
     names = [(f"{MODEL}.lora_{part}", f"{MODEL}.lora.{part}") for part in ("rank", "alpha")]
     rank, alpha = (t.take(old, default) or t.take(new) for (old, new), default in zip(names, (0, None), strict=True))
     rank, alpha = rank or 0, alpha or 16
@@ -531,6 +529,19 @@ def _optimizer(t: Translation) -> None:
         t.notes.append(f"trackers without a counterpart: {', '.join(map(str, missing))}")
 
 
+def _warmup(t: Translation, model: str, ours: str) -> None:
+    """The scheduler goes on once in a step there, and once in an optimizer's step here (`lr_scheduler.step()`)."""
+    keys = [f"{model}.optim.lr_warmup_steps", f"{model}.optim.lr_warmup_steps_ratio"]
+    steps, ratio = t.take(keys[0]), t.take(keys[1], 0.0)
+    if (steps is None or steps < 0) and ratio:
+        if "trainer.steps" not in t.ours:
+            t.unknown.append(f"{ours}: {keys[1]}={ratio} are {ratio} * all optimizer steps")
+            return
+        steps = int(ratio * t.ours["trainer.steps"])
+    each = t.ours.get("trainer.minibatches", 1) * t.ours.get("trainer.epochs", 1)
+    t.put(ours, _or_off(steps or 0) * each, *keys)
+
+
 def _advantage(t: Translation) -> None:
     if _prime(t):
         return
@@ -544,6 +555,7 @@ def _advantage(t: Translation) -> None:
     t.put("algorithm.advantage", name, "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo")
     if name == "gae":
         t.translate(CRITIC_KEYS)
+        _warmup(t, "critic", "critic.lr_warmup_steps")
         if not any(key.startswith("critic.") for key in t.ours):
             t.ours["critic"] = {}
     keys, weights = t.take("algorithm.gdpo_reward_keys"), t.take("algorithm.gdpo_reward_weights")

@@ -88,6 +88,33 @@ def test_a_run_of_verls_sft_is_no_reinforcement_learning(tmp_path: Path) -> None
         SOURCES["verl"](tmp_path / "sft.sh", [])
 
 
+@pytest.mark.parametrize(
+    ("given", "key", "value"),
+    [
+        # The scheduler steps once in two mini-batches and two epochs.
+        (["optim.lr_warmup_steps=10", "ppo_epochs=2"], "trainer.warmup_steps", 10 * 2 * 2),
+        (["optim.lr_warmup_steps_ratio=0.25"], "trainer.warmup_steps", 20 * 2),
+        (["optim.warmup_style=cosine"], "trainer.schedule", "cosine"),
+    ],
+)
+def test_schedules_of_verls(tmp_path: Path, given: list[str], key: str, value: Any) -> None:
+    more = [f"{ACTOR}.{each}" for each in given]
+    assert ours(tmp_path, "verl", "run.sh", VERL, "trainer.total_training_steps=80", *more)[key] == value
+
+
+def test_warm_up_of_verls_critic_and_of_a_run_of_unknown_length(tmp_path: Path) -> None:
+    gae = ["algorithm.adv_estimator=gae", "critic.optim.lr_warmup_steps=3"]
+    assert ours(tmp_path, "verl", "run.sh", VERL, *gae)["critic.lr_warmup_steps"] == 3 * 2
+    ratio = f"{ACTOR}.optim.lr_warmup_steps_ratio=0.25"
+    assert "trainer.warmup_steps: " in comments(tmp_path, "verl", "run.sh", VERL, ratio).partition("What to look")[0]
+
+
+def test_an_engine_of_verls_has_two_gpus_unless_told_otherwise(tmp_path: Path) -> None:
+    alone = VERL.replace("actor_rollout_ref.rollout.tensor_model_parallel_size=${TP}", "")
+    found = ours(tmp_path, "verl", "run.sh", alone)
+    assert (found["rollout.tensor_parallel"], found["rollout.engines"]) == (2, 8)
+
+
 def test_verls_passes_over_data_that_is_here_are_steps(tmp_path: Path) -> None:
     for name, rows in (("a.jsonl", 130), ("b.jsonl", 70)):
         (tmp_path / name).write_text("{}\n" * rows)
@@ -251,6 +278,33 @@ def test_a_script_of_slimes(tmp_path: Path) -> None:
     assert "data.eval_path" not in ours(tmp_path, "slime", "run.sh", SLIME.replace("--eval-interval 20", ""))
     late = ours(tmp_path, "slime", "run.sh", SLIME.replace("train.py", "train_async.py"))
     assert "queue.max_staleness" not in late, "1 is the default"
+
+
+def test_what_slimes_script_leaves_to_megatron(tmp_path: Path) -> None:
+    found = ours(tmp_path, "slime", "run.sh", SLIME)
+    expected = {"trainer.weight_decay": 0.01, "trainer.beta2": 0.999, "trainer.schedule": "linear"}
+    assert {key: found[key] for key in expected} == expected
+    said = comments(tmp_path, "slime", "run.sh", SLIME)
+    assert "attention-dropout and hidden-dropout" in said and "trainer.minibatches: " not in said
+    warm = ours(tmp_path, "slime", "run.sh", SLIME, "lr-warmup-fraction=0.1")
+    assert warm["trainer.warmup_steps"] == 30 * 2 // 10
+    told = comments(
+        tmp_path, "slime", "run.sh", SLIME, "attention-dropout=0.0", "hidden-dropout=0", "global-batch-size=100"
+    )
+    assert "dropout" not in told and "56 of 256 rows" in told
+
+
+@pytest.mark.parametrize(
+    ("flag", "key"),
+    [
+        ("--rollout-max-response-len 8192", "rollout.max_tokens"),
+        ("--num-rollout 30", "trainer.steps"),
+        ("--num-steps-per-rollout 2", "trainer.minibatches"),
+    ],
+)
+def test_limits_that_slimes_script_leaves_out_are_to_be_filled_in(tmp_path: Path, flag: str, key: str) -> None:
+    text = comments(tmp_path, "slime", "run.sh", SLIME.replace(flag, "")).partition("What to look at:")[0]
+    assert key in text.partition("To fill in:")[2].partition("Defaults there")[0]
 
 
 def test_limits_and_devices_of_slimes(tmp_path: Path) -> None:
@@ -482,6 +536,13 @@ def test_defaults_of_prime_rls_that_its_file_leaves_out(tmp_path: Path) -> None:
     assert {key: our_default(key) for key in same} == same and not same.keys() & found.keys()
     off = ours(tmp_path, "prime-rl", "rl.toml", PRIME_RL.replace("[trainer.model.ac]", ""), "trainer.model.ac=None")
     assert "trainer.activation_checkpointing" not in off
+
+
+def test_checkpoints_that_are_kept_there_and_deleted_here_are_told(tmp_path: Path) -> None:
+    for source, name, text in (("slime", "run.sh", SLIME), ("verl", "run.sh", VERL), ("prime-rl", "rl.toml", PRIME_RL)):
+        key = {"slime": "save-interval", "verl": "trainer.save_freq", "prime-rl": "ckpt.interval"}[source]
+        assert "trainer.keep_checkpoints" not in comments(tmp_path, source, name, text)
+        assert "trainer.keep_checkpoints" in comments(tmp_path, source, name, text, f"{key}=5")
 
 
 def test_settings_of_prime_rls_parts_are_those_of_the_run(tmp_path: Path) -> None:
