@@ -108,6 +108,11 @@ class Translation:
         common names. Raises ConfigError if the run would need an ability that is missing.
         """
         named, unknown = self._left(no_counterpart)
+        # A value that the file does not hold is missing only where its key is read.
+        for line in [line for line in self.notes if line.endswith(UNRESOLVED)]:
+            if line.partition(" = ")[0] in self._used:
+                self.notes.remove(line)
+                self.unknown.append(line)
         many = len(self.given) >= MANY and len(unknown) > UNKNOWN_SHARE * len(self.given)
         used = any(key in self._used for key in self.given)
         if many or not (used or (named and not unknown)):
@@ -492,10 +497,11 @@ def resolve_references(values: Values) -> tuple[Values, list[str]]:
                 break
             value = values.get(match[1], parse(match[2].strip(), key) if match[2] is not None else _Missing)
         if value is _Missing or (isinstance(value, str) and _NO_VALUE.fullmatch(value)):
-            left.append(f"{key} = {values[key]}: not resolved, and left out")
+            left.append(f"{key} = {values[key]}{UNRESOLVED}")
             continue
         resolved[key] = value
     return resolved, left
 
 
 _Missing: Any = object()
+UNRESOLVED = ": not resolved, and left out"

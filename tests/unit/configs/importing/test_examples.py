@@ -82,6 +82,13 @@ def test_verls_evaluations_sample_by_their_temperature(tmp_path: Path, mode: str
     assert ours(tmp_path, "verl", "run.sh", VERL, *given)["eval.temperature"] == temperature
 
 
+def test_values_that_the_script_does_not_hold_are_to_be_filled_in_where_they_are_read(tmp_path: Path) -> None:
+    said = comments(tmp_path, "verl", "run.sh", VERL.replace("${NODES:-2}", "${NODES} trainer.experiment_name=$(date)"))
+    filled, _, rest = said.partition("What to look at:")
+    assert "trainer.nnodes = " in filled and "trainer.experiment_name = " in rest
+    assert "trainer.nnodes = " not in rest
+
+
 def test_a_run_of_verls_sft_is_no_reinforcement_learning(tmp_path: Path) -> None:
     (tmp_path / "sft.sh").write_text("torchrun -m verl.trainer.sft_trainer data.train_files=a.parquet optim.lr=1e-4\n")
     with pytest.raises(ConfigError, match=r"SFT.*optim\.lr"):
