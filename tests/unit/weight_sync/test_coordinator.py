@@ -342,11 +342,16 @@ async def test_one_slow_engine_of_eight_is_waited_for_once_and_then_catches_up_b
     assert slow.serves == V0 and not directory.removed
     await eventually(lambda: ("engine-5", V1) in directory.confirmed)
 
+    joined = [engine.calls.count("init") for engine in engines.values()]
+    assert await seconds(fleet, Version(0, 2)) < 1.1 * usual
+    await eventually(lambda: ("engine-5", Version(0, 2)) in directory.confirmed)
+    assert [engine.calls.count("init") for engine in engines.values()] == joined, "the groups of both stay"
+
     slow.wait_s = 0.1
-    for step in range(2, 4):
+    for step in range(3, 5):
         await seconds(fleet, Version(0, step))
         await eventually(lambda step=step: directory.records["engine-5"].version == Version(0, step))
-    assert directory.published == (Version(0, 3), list(engines)), "it is as fast as the others again"
+    assert directory.published == (Version(0, 4), list(engines)), "it is as fast as the others again"
     catching_up.cancel()
 
 
