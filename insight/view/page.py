@@ -17,7 +17,7 @@ GET /api/runs/RUN/compare                ?before=STEP&after=STEP&with=RUN: two e
 GET /api/runs/RUN/diagnosis              ?stacks=1: what `rl-async doctor` sees, and the newest weight updates
 GET /api/runs/RUN/timeline               ?from=T&to=T: the lanes between two times (Unix), by default the newest steps
 GET /api/runs/RUN/choices                the values that filters may take, and the progress of the index
-GET /api/runs/RUN/trajectories           filters of queries.py, order, offset, limit: one page
+GET /api/runs/RUN/trajectories           filters of index.py, order, offset, limit: one page
 GET /api/runs/RUN/trajectories/KEY       one trajectory with everything about its tokens
 GET /api/runs/RUN/trajectories/KEY/SHA   an image that it shows, by its SHA-256
 GET /api/runs/RUN/groups/PARTITION-STEP-GROUP  ?sample=N: the conversations of a group, or of one sample
@@ -28,6 +28,7 @@ POST /api/runs/RUN/chat                  {conversation, text}: the parts of an a
 import asyncio
 import base64
 import hashlib
+import math
 import re
 import secrets
 import signal
@@ -35,7 +36,9 @@ import sqlite3
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping, Sequence
+from array import array
+from bisect import bisect_left
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
@@ -43,25 +46,309 @@ from types import FrameType
 from typing import Any, Protocol
 
 import msgspec
+import yaml
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response, StreamingResponse
 
+from rl_async.configs.load import leaves
 from rl_async.errors import RequestRefused, UserError
 from rl_async.files import UNDECODABLE
 from rl_async.insight.diagnosis import diagnose, needs_stacks
-from rl_async.insight.doctor import observe
+from rl_async.insight.doctor import evaluates_only, is_recorded, launcher_of, observe
+from rl_async.insight.roster import ProcessRecord, read_roster
+from rl_async.insight.tail import LineTail
 from rl_async.insight.timeline import newest_updates, window
-from rl_async.insight.view import queries
-from rl_async.insight.view.index import Indexer, TrajectoryIndex
-from rl_async.insight.view.queries import integer, number
-from rl_async.insight.view.runs import ViewedRun, ViewedRuns
+from rl_async.insight.view import index
+from rl_async.insight.view.index import Indexer, TrajectoryIndex, integer, number
 from rl_async.insight.view.trajectories import TokenTexts, row_at, rows_in, story, tokenizer_of
 from rl_async.process.http_auth import Access, App, Headers, Receive, Scope, Send
 from rl_async.process.http_server import application, read_body, server_of
 from rl_async.process.role import bind, heeded, watch_lifeline
+from rl_async.process.run_files import TimelineReader
 from rl_async.recording import read_images
 from rl_async.transfer_queue.images import mime_of
+
+# JSON's numbers are read as floats, which hold whole numbers below this one exactly.
+MOST_STEPS = 1 << 53
+Record = Mapping[str, float | None]
+
+
+class StepRecords:
+    """Reads the records added to a file since the last call, also when another file has replaced it.
+
+    ``key`` names the metric with a record's step. Invalid lines are left out; ``problem`` describes the last one.
+    """
+
+    def __init__(self, path: Path, key: str) -> None:
+        self._path, self._key, self._tail = path, key, LineTail(path)
+        self.problem = ""
+
+    def read(self) -> list[tuple[int, Record]]:
+        """Return the new records with their steps, oldest first; none while the file does not exist."""
+        found, problem, replacements = [], "", self._tail.replacements
+        for line in self._tail.each():
+            try:
+                record = msgspec.json.decode(line, type=Record)
+                step = record.get(self._key)
+                if step is None or not 0 <= step < MOST_STEPS:
+                    raise ValueError(f"{self._key} is no step: {step}")
+                found.append((int(step), record))
+            except (*UNDECODABLE, ValueError) as error:
+                problem = f"{self._path}, line {self._tail.count}: {error}"
+        if problem or self._tail.replacements > replacements:
+            self.problem = problem
+        return found
+
+
+class MetricColumns:
+    """One number per step and metric, 8 bytes each; NaN where a step lacks a metric.
+
+    After a resume, steps are trained again: the newest record of a step counts, and records of later steps are dropped.
+    ``epoch`` counts such resumes, so that a reader that kept a part knows when to read everything again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.records = StepRecords(path, "step")
+        self.epoch = 0
+        self.steps = array("q")
+        # Columns by name, in the order of their first appearance.
+        self.columns: dict[str, array[float]] = {}
+
+    def refresh(self) -> None:
+        """Read the new records of the file."""
+        for step, record in self.records.read():
+            if self.steps and step <= self.steps[-1]:
+                kept = bisect_left(self.steps, step)
+                del self.steps[kept:]
+                for column in self.columns.values():
+                    del column[kept:]
+                self.epoch += 1
+            before = len(self.steps)
+            self.steps.append(step)
+            for name, value in record.items():
+                column = self.columns.setdefault(name, array("d"))
+                column.extend([math.nan] * (before - len(column)))
+                column.append(math.nan if value is None else value)
+
+    def last(self, name: str) -> float | None:
+        """Return the newest value of a metric, or None if no step has it."""
+        return next((value for value in reversed(self.columns.get(name, ())) if math.isfinite(value)), None)
+
+    def since(self, names: Iterable[str], epoch: int, after: int) -> dict[str, Any]:
+        """Return the columns ``names`` after the first ``after`` records, or all records if the epoch has changed.
+
+        A value that a step lacks, or that is not finite, is null.
+        """
+        begin = after if epoch == self.epoch and after <= len(self.steps) else 0
+        return {
+            "epoch": self.epoch,
+            "begin": begin,
+            "count": len(self.steps),
+            "steps": list(self.steps[begin:]),
+            "columns": {name: self._part(name, begin) for name in names if name in self.columns},
+        }
+
+    def _part(self, name: str, begin: int) -> Sequence[float | None]:
+        values = [value if math.isfinite(value) else None for value in self.columns[name][begin:]]
+        return values + [None] * (len(self.steps) - begin - len(values))
+
+
+CONFIG = "config.yaml"
+
+
+class ViewedRun:
+    """One run folder. ``refresh`` reads new records; other methods only use records that were read.
+
+    Methods may be called on several threads, one at a time: hold ``lock``.
+    """
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self.lock = threading.Lock()
+        self.metrics = MetricColumns(folder / "metrics.jsonl")
+        self._evaluations = StepRecords(folder / "evaluations.jsonl", "eval/step")
+        # The newest record of each evaluated step.
+        self._evaluated: dict[int, Record] = {}
+        # May be used without the lock.
+        self.timeline = TimelineReader(folder)
+        self._config: tuple[int, dict[str, Any], str] = (-1, {}, "")
+        # The reason if the last refresh failed.
+        self._unread = ""
+
+    def refresh(self) -> None:
+        """Read the run's new records. Unreadable files are reported by ``problem``."""
+        self._unread = ""
+        try:
+            self.metrics.refresh()
+            self._evaluated.update(self._evaluations.read())
+        except OSError as error:
+            self._unread = str(error)
+
+    @property
+    def problem(self) -> str:
+        """The unreadable files of the run, with the reasons; empty if all can be read."""
+        found = (self._read_config()[2], self._unread, self.metrics.records.problem, self._evaluations.problem)
+        return "; ".join(filter(None, found))
+
+    def evaluations(self) -> list[Record]:
+        """Return the records of the run's evaluations, ordered by step."""
+        return [self._evaluated[step] for step in sorted(self._evaluated)]
+
+    def config(self) -> dict[str, Any]:
+        """Return the keys and values of the run's config, such as ``trainer.steps``.
+
+        Values are not checked, so that runs of other versions can be shown too; empty if the file cannot be read.
+        """
+        return self._read_config()[1]
+
+    @property
+    def solved(self) -> float:
+        """The least reward of a held-out episode that passes: the run's ``eval.solved``, or 1 if that is not set."""
+        solved = self.config().get("eval.solved", 1.0)
+        return float(solved) if isinstance(solved, int | float) else 1.0
+
+    def _read_config(self) -> tuple[int, dict[str, Any], str]:
+        """Return the modification time of the config, its keys and values, and the reason if it cannot be read."""
+        file = self.folder / CONFIG
+        try:
+            changed = file.stat().st_mtime_ns
+            if self._config[0] != changed:
+                self._config = changed, *_parsed(file)
+        except OSError as error:
+            self._config = -1, {}, str(error)
+        return self._config
+
+    def summary(self) -> dict[str, Any]:
+        """Return the run's entry in the list of runs."""
+        config, steps = self.config(), self.metrics.steps
+        evaluations = self.evaluations()
+        wanted, done = config.get("trainer.steps", 0), steps[-1] + 1 if steps else 0
+        roles = [record.role for record in _roster(self.folder)]
+        # An evaluation of a served model has no processes.
+        evaluates = evaluates_only(roles) or "eval.endpoint.url" in config
+        running, began = launcher_of(self.folder) is not None, _changed(self)
+        # Times of steps and evaluations, of which a resumed run has some before its config was written again.
+        known = [*self._times(), *([time.time()] if running else [])]
+        return {
+            "name": self.name,
+            "folder": str(self.folder),
+            "mode": config.get("mode", ""),
+            "model": config.get("model.path", ""),
+            "evaluates": evaluates,
+            "steps": 0 if evaluates else wanted,
+            "steps_done": done,
+            "data": _named(config.get("data.path")),
+            "algorithm": ", ".join(str(config[key]) for key in ALGORITHM if config.get(key)),
+            "commit": self._commit(),
+            "started": min(known, default=began) if began else None,
+            "ended": max(known, default=None),
+            "running": running,
+            "finished": is_recorded(self.folder) if evaluates else bool(wanted) and done >= wanted,
+            "began": began,
+            "reward": self.metrics.last("reward/mean"),
+            "evaluation": evaluations[-1].get("eval/reward") if evaluations else None,
+            "trajectories": (self.folder / "trajectories").is_dir(),
+            "problem": self.problem,
+        }
+
+    def _times(self) -> list[float]:
+        """Return the Unix times of the first and the last step that was trained, as far as they are recorded."""
+        column = [at for at in self.metrics.columns.get("time", ()) if math.isfinite(at)]
+        if not column:
+            return []
+        took = self.metrics.columns.get("time/step_s")
+        began = column[0] - took[0] if took and math.isfinite(took[0]) else column[0]
+        return [min(began, column[0]), column[-1]]
+
+    def _commit(self) -> str:
+        """Return the commit that the run was started with; empty if its folder does not say."""
+        try:
+            found = msgspec.json.decode((self.folder / "machine.json").read_bytes())
+        except (OSError, *UNDECODABLE):
+            return ""
+        return str(found.get("commit", "")) if isinstance(found, dict) else ""
+
+
+ALGORITHM = ("algorithm.advantage", "algorithm.loss", "algorithm.correction")
+
+
+def _named(path: Any) -> str:
+    """Return the names of a run's data sets."""
+    parts = path if isinstance(path, list) else [path]
+    return ", ".join(str(part.get("path", "") if isinstance(part, dict) else part) for part in parts if part)
+
+
+class ViewedRuns:
+    """The runs in ``places``, which are run folders or folders of runs. New runs appear by themselves."""
+
+    def __init__(self, places: Sequence[Path]) -> None:
+        """Raises UserError if a place is neither."""
+        self._places = [place.absolute() for place in places]
+        self._runs: dict[Path, ViewedRun] = {}
+        for place in self._places:
+            if not place.is_dir():
+                raise UserError(f"{place} is no folder; give run folders such as runs/NAME, or a folder of runs")
+            if len(places) == 1 and not list(_folders(place)):
+                raise UserError(f"{place} is no run and holds none: there is no {CONFIG} in it or in its folders")
+
+    def all(self) -> list[ViewedRun]:
+        """Return the runs that exist now, the newest first."""
+        folders = {folder: None for place in self._places for folder in _folders(place)}
+        taken = {run.name for run in self._runs.values()}
+        for folder in folders:
+            if folder not in self._runs:
+                name = next(name for name in _names(folder) if name not in taken)
+                taken.add(name)
+                self._runs[folder] = ViewedRun(name, folder)
+        found = [self._runs[folder] for folder in folders]
+        return sorted(found, key=_changed, reverse=True)
+
+    def named(self, name: str) -> ViewedRun:
+        """Return the run of that name. Raises RequestRefused (404) for an unknown one."""
+        run = next((run for run in self.all() if run.name == name), None)
+        if run is None:
+            raise RequestRefused(f"there is no run {name[:200]!r}", code="no_run", status=404)
+        return run
+
+
+def _parsed(file: Path) -> tuple[dict[str, Any], str]:
+    try:
+        found = yaml.safe_load(file.read_bytes())
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        return {}, f"{file}: {error}"
+    return (dict(leaves(found)), "") if isinstance(found, dict) else ({}, f"{file} has no keys")
+
+
+def _roster(folder: Path) -> Sequence[ProcessRecord]:
+    """Return the processes of the run, or none: a partly copied folder may lack their list."""
+    try:
+        return read_roster(folder)
+    except UserError:
+        return ()
+
+
+def _changed(run: ViewedRun) -> float:
+    """Return the modification time of a run's config, or 0 if it is gone."""
+    try:
+        return (run.folder / CONFIG).stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _names(folder: Path) -> Iterator[str]:
+    yield folder.name
+    yield from (f"{folder.name}~{number}" for number in range(2, 1 << 30))
+
+
+def _folders(place: Path) -> Iterator[Path]:
+    if (place / CONFIG).is_file():
+        yield place
+        return
+    for folder in sorted(place.iterdir()):
+        if (folder / CONFIG).is_file():
+            yield folder
+
 
 CHAT = re.compile(r"/api/runs/[^/]+/chat")
 # The longest words to a policy, in bytes.
@@ -260,7 +547,7 @@ class ViewServer:
         given = request.query_params.get("solved")
         solved = run.solved if given is None else number("solved", given)
         with self._indexer.of(run.folder).connect() as connection:
-            table = queries.table(connection, solved)
+            table = index.table(connection, solved)
         return {"records": _refreshed(run, run.evaluations), "solved": solved, "table": table}
 
     def _compare(self, run: ViewedRun, request: Request) -> Any:
@@ -268,33 +555,33 @@ class ViewServer:
         other = self._runs.named(request.query_params.get("with") or run.name)
         first, second = (self._indexer.of(one.folder) for one in (run, other))
         with first.connect() as one, second.connect() as two:
-            sides = queries.recorded(one, run.name, before), queries.recorded(two, other.name, after)
-            return queries.compared(*sides)
+            sides = index.recorded(one, run.name, before), index.recorded(two, other.name, after)
+            return index.compared(*sides)
 
     def _choices(self, run: ViewedRun, request: Request) -> Any:
-        index = self._indexer.of(run.folder)
-        with index.connect() as connection:
+        own = self._indexer.of(run.folder)
+        with own.connect() as connection:
             return {
-                **queries.choices(connection),
-                "orders": list(queries.ORDERS),
-                **index.state(),
+                **index.choices(connection),
+                "orders": list(index.ORDERS),
+                **own.state(),
             }
 
     def _trajectories(self, run: ViewedRun, request: Request) -> Any:
         with self._indexer.of(run.folder).connect() as connection:
-            return queries.find(connection, request.query_params)
+            return index.find(connection, request.query_params)
 
     def _trajectory(self, run: ViewedRun, request: Request) -> Any:
         with self._indexer.of(run.folder).connect() as connection:
-            found = queries.row_of_key(connection, request.path_params["key"])
+            found = index.row_of_key(connection, request.path_params["key"])
         row = row_at(run.folder / "trajectories" / found["file"], found["place"])
         step = found["step"] if found["partition"] == "train" else None
         tokenizer = tokenizer_of(run.folder, str(run.config().get("model.path", "")))
-        return {**queries.listed(found), **story(row, step, tokenizer.decode), "problem": tokenizer.problem}
+        return {**index.listed(found), **story(row, step, tokenizer.decode), "problem": tokenizer.problem}
 
     def _image(self, run: ViewedRun, request: Request) -> Response:
         with self._indexer.of(run.folder).connect() as connection:
-            found = queries.row_of_key(connection, request.path_params["key"])
+            found = index.row_of_key(connection, request.path_params["key"])
         file, sha256 = run.folder / "trajectories" / found["file"], request.path_params["sha256"]
         if (data := read_images(file, [sha256]).get(sha256)) is None:
             raise RequestRefused(f"the image {sha256[:100]!r} was not recorded", code="no_image", status=404)
@@ -307,11 +594,11 @@ class ViewServer:
         sample = request.query_params.get("sample")
         only = None if sample is None else integer("sample", sample)
         with self._indexer.of(run.folder).connect() as connection:
-            rows = queries.rows_of_group(connection, partition, *(integer("key", part) for part in numbers))
+            rows = index.rows_of_group(connection, partition, *(integer("key", part) for part in numbers))
         rows = [row for row in rows if only in (None, row["sample"])][:GROUP]
         read = rows_in(run.folder / "trajectories", [(row["file"], row["place"]) for row in rows])
         return [
-            {**queries.listed(row), "turns": r.turns, "error_text": r.error} for row, r in zip(rows, read, strict=True)
+            {**index.listed(row), "turns": r.turns, "error_text": r.error} for row, r in zip(rows, read, strict=True)
         ]
 
     async def _diagnosis(self, request: Request) -> Response:
@@ -463,17 +750,17 @@ def write_report(folder: Path, out: Path) -> str:
         raise UserError(f"{folder} is no run folder; name one, such as runs/NAME")
     (run,) = ViewedRuns([folder]).all()
     run.refresh()
-    index = TrajectoryIndex(run.folder)
+    table = TrajectoryIndex(run.folder)
     try:
-        index.update(threading.Event())
-        with index.connect() as connection:
+        table.update(threading.Event())
+        with table.connect() as connection:
             data = _data(run, connection)
-            choices = queries.choices(connection)
-            data["choices"] = {**choices, **index.state()}
-            (count,) = connection.execute(f"SELECT count(*) FROM rows WHERE {queries.CURRENT}").fetchone()
+            choices = index.choices(connection)
+            data["choices"] = {**choices, **table.state()}
+            (count,) = connection.execute(f"SELECT count(*) FROM rows WHERE {index.CURRENT}").fetchone()
             data["recorded"] = {"trajectories": count, "steps": len(run.metrics.steps)}
     finally:
-        index.close()
+        table.close()
     report = {"runs": [run.summary()], "run": {run.name: data}}
     try:
         out.write_text(page(msgspec.json.encode(report).decode()), encoding="utf-8")
@@ -508,7 +795,7 @@ def _hash(text: str) -> str:
 
 def _data(run: ViewedRun, connection: sqlite3.Connection) -> dict[str, Any]:
     """Return the responses that the page will request, under the names used in ``web/src/embedded.ts``."""
-    table = queries.table(connection, run.solved)
+    table = index.table(connection, run.solved)
     data: dict[str, Any] = {
         "config": run.config(),
         "metrics": {**_thinned(run.metrics.since(run.metrics.columns, -1, 0)), "names": list(run.metrics.columns)},
@@ -523,7 +810,7 @@ def _data(run: ViewedRun, connection: sqlite3.Connection) -> dict[str, Any]:
         data[f"compare {steps[0]} {steps[-1]}"] = compared = _compared(run, connection, steps[0], steps[-1])
         for place, step in enumerate((steps[0], steps[-1])):
             for group in dict.fromkeys(int(task["keys"][place].split("-")[2]) for task in compared["tasks"]):
-                groups[step, group] = queries.rows_of_group(connection, "eval", step, group)
+                groups[step, group] = index.rows_of_group(connection, "eval", step, group)
     chosen = [*groups.values(), *_groups(connection)]
     tokenizer, size = tokenizer_of(run.folder, str(run.config().get("model.path", ""))), 0
     for rows in chosen:
@@ -531,8 +818,8 @@ def _data(run: ViewedRun, connection: sqlite3.Connection) -> dict[str, Any]:
         size += sum(len(msgspec.json.encode(one)) for one in told)
         if size > MOST_BYTES:
             break
-        data["rows"] += map(queries.listed, rows)
-        data["trajectories"].update(zip(map(queries.key_of, rows), told, strict=True))
+        data["rows"] += map(index.listed, rows)
+        data["trajectories"].update(zip(map(index.key_of, rows), told, strict=True))
     # The same order as ORDERS["newest"].
     data["rows"].sort(key=lambda row: (-row["step"], row["grp"], row["sample"], row["segment"]))
     return data
@@ -548,9 +835,9 @@ def _thinned(metrics: dict[str, Any]) -> dict[str, Any]:
 
 def _compared(run: ViewedRun, connection: sqlite3.Connection, before: int, after: int) -> dict[str, Any]:
     """Return the tasks that became worse most between two versions; none if the versions share no task."""
-    sides = [queries.recorded(connection, run.name, step) for step in (before, after)]
+    sides = [index.recorded(connection, run.name, step) for step in (before, after)]
     try:
-        found = queries.compared(*sides)
+        found = index.compared(*sides)
     except RequestRefused:
         return {"sources": [], "tasks": [], "count": 0, "left_out": 0, "unscored": [0, 0]}
     return {**found, "tasks": found["tasks"][:COMPARED]}
@@ -560,7 +847,7 @@ def _told(run: ViewedRun, rows: Sequence[sqlite3.Row], tokenizer: TokenTexts) ->
     recorded = rows_in(run.folder / "trajectories", [(row["file"], row["place"]) for row in rows])
     return [
         {
-            **queries.listed(row),
+            **index.listed(row),
             **story(one, row["step"] if row["partition"] == "train" else None, tokenizer.decode),
             "problem": tokenizer.problem,
         }
@@ -574,8 +861,8 @@ def _groups(connection: sqlite3.Connection) -> Iterator[list[sqlite3.Row]]:
     The group is the one whose rewards differ most or, among equals, the one with the most masked tokens.
     """
     found = connection.execute(
-        f"SELECT step, grp FROM rows WHERE partition = 'train' AND {queries.CURRENT} GROUP BY step, grp "
-        f"ORDER BY step DESC, max({queries.TOTAL}) - min({queries.TOTAL}) DESC, sum(masked) DESC"
+        f"SELECT step, grp FROM rows WHERE partition = 'train' AND {index.CURRENT} GROUP BY step, grp "
+        f"ORDER BY step DESC, max({index.TOTAL}) - min({index.TOTAL}) DESC, sum(masked) DESC"
     )
     groups: dict[int, int] = {}
     for step, group in found:
@@ -585,4 +872,4 @@ def _groups(connection: sqlite3.Connection) -> Iterator[list[sqlite3.Row]]:
     for step in sorted(
         {steps[gap * (len(steps) - 1) // gaps] for gap in range(gaps + 1)} if steps else (), reverse=True
     ):
-        yield queries.rows_of_group(connection, "train", step, groups[step])
+        yield index.rows_of_group(connection, "train", step, groups[step])

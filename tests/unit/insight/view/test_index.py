@@ -13,8 +13,16 @@ import pytest
 from rl_async.errors import RequestRefused
 from rl_async.insight.view import index as module
 from rl_async.insight.view import trajectories
-from rl_async.insight.view.index import Indexer, Progress, TrajectoryIndex, words
-from rl_async.insight.view.queries import choices, find, row_of_key, rows_of_group
+from rl_async.insight.view.index import (
+    Indexer,
+    Progress,
+    TrajectoryIndex,
+    choices,
+    find,
+    row_of_key,
+    rows_of_group,
+    words,
+)
 from rl_async.messages import Activity, Turn
 from rl_async.recording import evaluation_file, write_trajectories
 from tests.conftest import make_rows
