@@ -128,8 +128,9 @@ def load_config(
 
     Raises ConfigError for unknown keys (naming the nearest valid one), wrong types and impossible combinations.
     """
-    values, places = _start(name_or_path)
-    return _finished(values, places, overrides, mode, name)
+    config = _assembled(*_start(name_or_path), overrides, mode, name)
+    check(config)
+    return config
 
 
 def load_with_refusals(name_or_path: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, list[str]]:
@@ -137,8 +138,7 @@ def load_with_refusals(name_or_path: str, overrides: Sequence[str] = ()) -> tupl
 
     Raises ConfigError if it is not a config at all, as with unknown keys and values of a wrong type.
     """
-    values, places = _start(name_or_path)
-    config = _assembled(values, places, overrides)
+    config = _assembled(*_start(name_or_path), overrides)
     return config, list(problems(config))
 
 
@@ -146,17 +146,13 @@ def _start(name_or_path: Given | None) -> tuple[dict[str, Any], Places]:
     """Return the values of a preset, file or mapping, if one is given, and the place of each."""
     places: Places = {}
     values = {} if name_or_path is None else _read(name_or_path, places)
-    if isinstance(name_or_path, str) and _is_of_run(Path(name_or_path), values):
-        _forget_removed(values)
+    if isinstance(name_or_path, str):
+        path = Path(name_or_path)
+        # The complete config that ``launch`` wrote into a run folder has the folder's name.
+        of_run = path.name == "config.yaml" and bool(values.get("name"))
+        if of_run and path.absolute().parent.name == values["name"]:
+            _forget_removed(values)
     return values, places
-
-
-def _finished(
-    values: dict[str, Any], places: Places, overrides: Sequence[str], mode: str | None = None, name: str = ""
-) -> RunConfig:
-    config = _assembled(values, places, overrides, mode, name)
-    check(config)
-    return config
 
 
 def _assembled(
@@ -178,12 +174,9 @@ def load_resolved(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     places: Places = {}
     values = _read(str(path), places)
     _forget_removed(values)
-    return _finished(values, places, overrides)
-
-
-def _is_of_run(path: Path, values: dict[str, Any]) -> bool:
-    """Whether a file is the complete config that ``launch`` wrote into a run folder, which has the run's name."""
-    return path.name == "config.yaml" and bool(values.get("name")) and path.absolute().parent.name == values["name"]
+    config = _assembled(values, places, overrides)
+    check(config)
+    return config
 
 
 def _forget_removed(values: dict[str, Any]) -> None:
@@ -230,13 +223,6 @@ def _forget_unread_options(values: dict[str, Any]) -> None:
     for section, read in read_options(*names).items():
         if isinstance(options := algorithm.get(section), dict):
             algorithm[section] = {name: value for name, value in options.items() if name in read}
-
-
-def from_values(values: dict[str, Any]) -> RunConfig:
-    """Convert and check what a config file would hold. Raises ConfigError."""
-    config = _convert(values, {})
-    check(config)
-    return config
 
 
 def refusals(values: dict[str, Any]) -> list[str]:
@@ -479,8 +465,7 @@ def _refuse_unknown(key: str, place: str) -> None:
 
 def _convert(values: dict[str, Any], places: Places) -> RunConfig:
     """Convert to a RunConfig. Raises ConfigError with the place of the key whose value does not fit."""
-    for key in _keys(values, ""):
-        _refuse_unknown(key, places.get(key, "config"))
+    _refuse_unknown_keys(values, "", places)
     try:
         return msgspec.convert(values, RunConfig, strict=True)
     except msgspec.ValidationError as error:
@@ -495,12 +480,15 @@ def _convert(values: dict[str, Any], places: Places) -> RunConfig:
         raise ConfigError(f"{_place(dotted, places)}: {key}: {message[0].lower()}{message[1:]}{hint}") from error
 
 
-def _keys(values: dict[str, Any], prefix: str) -> Iterator[str]:
-    """Yield the dotted keys of ``values``, sections before their keys."""
-    for key, value in values.items():
-        yield f"{prefix}{key}"
-        if isinstance(value, dict) and struct_at(f"{prefix}{key}") is not None:
-            yield from _keys(value, f"{prefix}{key}.")
+def _refuse_unknown_keys(values: dict[str, Any], section: str, places: Places) -> None:
+    """Raise ConfigError for the first key of ``values``, which is the ``section``, that does not exist."""
+    names = field_names(section)
+    for name, value in values.items():
+        key = f"{section}.{name}" if section else f"{name}"
+        if name not in names:
+            _refuse_unknown(key, places.get(key, "config"))
+        if isinstance(value, dict) and struct_at(key) is not None:
+            _refuse_unknown_keys(value, key, places)
 
 
 def _place(key: str, places: Places) -> str:

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.configs.load import dump, from_values
+from rl_async.configs.load import dump, load_config
 from rl_async.configs.schema.data import WarmStartConfig
 from rl_async.errors import EXIT_USER, QueueLost, UserError
 from rl_async.launcher.cli.__main__ import main
@@ -184,7 +184,7 @@ async def test_the_page_says_that_a_run_has_no_weights_yet(model: Path, tmp_path
 def ended_run(model: Path, folder: Path) -> None:
     """Make the folder of a run that has ended without a checkpoint."""
     config = msgspec.structs.replace(
-        from_values({"model": {"path": str(model)}, "data": {"path": "none"}}), name=folder.name
+        load_config({"model": {"path": str(model)}, "data": {"path": "none"}}), name=folder.name
     )
     folder.mkdir()
     (folder / "config.yaml").write_text(dump(config))

@@ -13,7 +13,7 @@ from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.runner import EpisodeRunner
 from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
 from rl_async.agent_loop.toy_tasks import KINDS
-from rl_async.configs.load import dump, from_values
+from rl_async.configs.load import dump, load_config
 from rl_async.errors import EXIT_USER
 from rl_async.launcher.cli.__main__ import main
 from rl_async.launcher.runs.replay_episode import find_episode
@@ -52,7 +52,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "data": {"path": str(run / "tasks.jsonl")},
         "agent": {"loop": "tool_agent", "tools": [f"{run}/tools.py:price"], "unprinted_tools": "allow"},
     }
-    config, renderer = from_values(values), renderer_in(run / "model")
+    config, renderer = load_config(values), renderer_in(run / "model")
     (run / "config.yaml").write_text(dump(config))
 
     async def play() -> None:
@@ -128,7 +128,7 @@ def test_what_only_the_run_had_is_a_users_error(
 ) -> None:
     run = shutil.copytree(recorded, tmp_path / "run")
     config = {"model": {"path": str(run / "model")}, "data": {"path": str(run / "tasks.jsonl")}, **values}
-    (run / "config.yaml").write_text(dump(from_values(config)))
+    (run / "config.yaml").write_text(dump(load_config(config)))
     assert main(["replay", str(run), "7.0"]) == EXIT_USER
     assert ".url" in capsys.readouterr().err
 
@@ -168,7 +168,7 @@ def test_roles_say_again_what_each_has_said(tmp_path: Path, capsys: pytest.Captu
         "agent": {"loop": "tool_agent", "environment": f"{tmp_path}/game.py:Game", "unprinted_tools": "allow"},
         "reward": {"functions": [{"name": "environment"}]},
     }
-    config, renderer = from_values(values), renderer_in(tmp_path / "model")
+    config, renderer = load_config(values), renderer_in(tmp_path / "model")
     (tmp_path / "config.yaml").write_text(dump(config))
 
     async def play() -> None:
@@ -187,7 +187,7 @@ def test_roles_say_again_what_each_has_said(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "said.txt").write_text("stop")
     assert main(["replay", str(tmp_path), "7.0"]) == 1
     assert "listener: turn 2, user DIFFERS" in capsys.readouterr().out
-    config = from_values({**values, "agent": {**values["agent"], "opponents": {"listener": {}}}})
+    config = load_config({**values, "agent": {**values["agent"], "opponents": {"listener": {}}}})
     (tmp_path / "config.yaml").write_text(dump(config))
     assert main(["replay", str(tmp_path), "7.0"]) == EXIT_USER
     assert "agent.opponents.listener.url" in capsys.readouterr().err
