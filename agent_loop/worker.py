@@ -63,7 +63,9 @@ class RewardScorer(Protocol):
 
 
 class Siblings:
-    """The samples of one lease, whose answers a judge compares once the last of them was played or has failed.
+    """The samples of one group, whose answers a judge compares once the last of them was played or has failed.
+
+    Those that an earlier lease has put already are played once more, only to be compared with.
 
     ``spawn`` starts the comparison as a task, which the end of the run cancels.
     """
@@ -191,7 +193,11 @@ class AgentWorker:
             for group in leased.groups:
                 compared = self._compares and group.partition == "train"
                 spawn = functools.partial(self._spawn, tasks, name=f"comparison {group.group_id}")
-                siblings = Siblings(len(group.samples), spawn) if compared else None
+                others = set(range(self._group_size)) - set(group.samples) if compared else set()
+                siblings = Siblings(len(group.samples) + len(others), spawn) if compared else None
+                for other in others:
+                    assert siblings is not None
+                    self._spawn(tasks, self._oppose(group, other, siblings), f"opponent {group.group_id}.{other}")
                 for sample in group.samples:
                     self._held.append((group.group_id, sample, group.attempt))
                     self._spawn(tasks, self._play(group, sample, siblings), f"sample {group.group_id}.{sample}")
@@ -227,6 +233,12 @@ class AgentWorker:
         finally:
             self._held.remove(key)
             self._less_work.set()
+
+    async def _oppose(self, group: LeasedGroup, sample: int, siblings: Siblings) -> None:
+        """Play a sample that the queue has already, for the judge to compare its answer; nothing is put."""
+        async with self._slots:
+            rows = await self._rows(group, sample, {})
+        siblings.arrive(rows if isinstance(rows, list) else None)
 
     async def _hand_in(
         self, group: LeasedGroup, sample: int, rows: list[Trajectory] | str | None, images: Mapping[str, bytes]

@@ -159,12 +159,24 @@ JUDGED = RewardConfig(functions=(RewardTerm("judge"),), judge=JudgeConfig(url="h
 async def test_the_samples_of_a_lease_are_compared_once_and_need_no_slot_to_wait(renderer: ChatRenderer) -> None:
     """With one slot, a sample that kept it would wait for the others forever. The engine fails sample 2."""
     queue, rewards = FakeQueue([leased(samples=3), leased(samples=2)]), Comparing()
-    config = replace(run_config(loop="single_turn", concurrency=1), reward=JUDGED)
+    config = replace(run_config({"group_size": 3}, loop="single_turn", concurrency=1), reward=JUDGED)
     async with asyncio.timeout(20):
         await AgentWorker(queue, EpisodeRunner(config, renderer, Engine(renderer)), rewards, config).run()
     assert rewards.compared == [[0, 1], [0, 1]] and rewards.scored == 4
     assert sorted(row.reward for row in queue.rows) == [0, 0, 1, 1]
     assert [sample for _, sample, _ in queue.failures] == [2]
+
+
+async def test_a_sample_that_is_leased_alone_is_compared_with_new_answers_that_are_not_put(
+    renderer: ChatRenderer,
+) -> None:
+    queue, rewards = FakeQueue([replace(leased(), samples=[1], attempt=2)]), Comparing()
+    config = replace(run_config({"group_size": 2}, loop="single_turn", concurrency=1), reward=JUDGED)
+    async with asyncio.timeout(20):
+        worker = AgentWorker(queue, EpisodeRunner(config, renderer, Engine(renderer)), rewards, config)
+        await worker.run()
+    assert rewards.compared == [[0, 1]] and not queue.failures
+    assert [(row.sample, row.reward) for row in queue.rows] == [(1, 1.0)] and worker.put == 1
 
 
 class Unreadable:
