@@ -196,10 +196,15 @@ async def _stream(engine: VllmEngine, request: GenerateRequest, first: asyncio.E
 
 
 async def metric(peer: Peer, name: str) -> float:
-    """Return the value of one of the engine's Prometheus metrics."""
+    """Return the value of one of the engine's Prometheus metrics, summed over copies of the model."""
+    return sum(await copies_metric(peer, name))
+
+
+async def copies_metric(peer: Peer, name: str) -> list[float]:
+    """Return the values of one of the engine's Prometheus metrics, one for each copy of the model."""
     async with (
         aiohttp.ClientSession(headers=bearer(peer.token)) as session,
         session.get(f"{peer.url}/metrics") as response,
     ):
         lines = (await response.text()).splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
+    return [float(line.split()[-1]) for line in lines if line.split("{")[0].split(" ")[0] == name]

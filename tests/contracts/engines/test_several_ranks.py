@@ -18,24 +18,28 @@ from rl_async.weight_sync.layout import engine as engine_layout
 from rl_async.weight_sync.protocol import InitInfo
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
 from tests.contracts.engines.conftest import Connect
-from tests.contracts.engines.engine_peers import Peer, running
+from tests.contracts.engines.engine_peers import Peer, copies_metric, paused, running
 from tests.contracts.engines.engine_weights import errors, publish, scaled, send, tensors
 from tests.support.weights import make_buckets
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # vLLM takes minutes to start on a busy machine
 
-V1 = Version(0, 1)
+V1, V2 = Version(0, 1), Version(0, 2)
 WORKERS = 2
 
 
-@pytest.fixture(scope="module", params=["tensor_parallel", "pipeline_parallel"])
+COPIES = ("--data-parallel-size", str(WORKERS))
+
+
+@pytest.fixture(scope="module", params=["tensor_parallel", "pipeline_parallel", "data_parallel"])
 def peer(
     request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Peer]:
-    """A running engine whose two workers divide each layer, or the layers."""
+    """A running engine whose two workers divide each layer, or the layers, or the requests."""
     folder = tmp_path_factory.mktemp("run")
-    eager = request.param == "tensor_parallel"  # on a CPU vLLM's later stages fail without its warm-up
-    with running("vllm", model_folder, folder, eager=eager, ranks={request.param: WORKERS}) as started:
+    eager = request.param != "pipeline_parallel"  # on a CPU vLLM's later stages fail without its warm-up
+    ranks, flags = ({}, COPIES) if request.param == "data_parallel" else ({request.param: WORKERS}, ())
+    with running("vllm", model_folder, folder, eager=eager, ranks=ranks, flags=flags) as started:
         yield started
 
 
@@ -55,7 +59,9 @@ async def test_its_weights_are_those_of_a_fresh_load_and_of_every_update(
                 ranks = {"gloo": 4, "nearest": 2, "disk": 1}[transport]
                 sent = await asyncio.to_thread(publish, peer, named, V1, ranks, transport, tmp_path)
                 whole = WORKERS * sum(tensor.nbytes for tensor in named.values())
-                assert sent <= 1.05 * await minimal_bytes(engine, named) < whole
+                least = await minimal_bytes(engine, named)
+                assert sent <= 1.05 * least
+                assert (least < whole) == bool(peer.ranks), "workers that divide the weights need parts of them"
             request = ask()
             got = await engine.generate(request)
             assert errors(scaled(model_folder, scale), request, got).max() <= 1
@@ -63,6 +69,31 @@ async def test_its_weights_are_those_of_a_fresh_load_and_of_every_update(
             assert {name for name in fresh if sums[name] != fresh[name]} == {
                 name for name in fresh if scale != 1.0 and "norm" not in name
             }
+
+
+async def test_all_workers_take_an_update_between_tokens_and_sleep_and_wake_together(
+    peer: Peer, connect: Connect, model_folder: Path
+) -> None:
+    engine, requests = connect(), [ask(700) for _ in range(4)]
+    await send(engine, tensors(model_folder), V1)
+    async with paused(engine, *requests) as tasks:
+        await send(engine, tensors(model_folder, 1.5), V2)
+    for request, task in zip(requests, tasks, strict=True):
+        got = await task
+        assert [run.version for run in got.versions] == [V1, V2]
+        boundary = got.versions[1].start
+        assert errors(scaled(model_folder), request, got)[:boundary].max() <= 1
+        assert errors(scaled(model_folder, 1.5), request, got)[boundary:].max() <= 1
+    sampled = await copies_metric(peer, "vllm:generation_tokens_total")
+    assert len(sampled) == (1 if peer.ranks else WORKERS) and all(sampled), "a copy without requests"
+    await engine.pause("keep")
+    await engine.sleep(1)
+    assert await engine.is_sleeping() and await engine.health()
+    await engine.wake(["weights", "kv_cache"])
+    await engine.resume()
+    assert not await engine.is_sleeping()
+    request = ask()
+    assert errors(scaled(model_folder, 1.5), request, await engine.generate(request)).max() <= 1
 
 
 async def test_what_workers_need_is_what_the_rules_for_vllm_say(
@@ -112,12 +143,12 @@ async def minimal_bytes(engine: VllmEngine, named: Mapping[str, Tensor]) -> int:
     return 4 * sum(volume(tuple(box)) for worker in found for boxes in worker for box in boxes)
 
 
-def ask() -> GenerateRequest:
+def ask(max_tokens: int = 24) -> GenerateRequest:
     return GenerateRequest(
         sampling=Sampling(),
         request_id=secrets.token_hex(4),
         token_ids=[3, 10, 17, 24],
-        max_tokens=24,
+        max_tokens=max_tokens,
         stop_token_ids=[],
         min_version=V1,
     )
