@@ -1,14 +1,14 @@
 """Gradients of packed rows against those of padded ones, for every model whose layers carry a state.
 
-``python -m tests.support.packed_gradients`` prints the largest difference over all weights, as a share of the largest
-gradient: with rows packed, and with their shared prefixes computed once, in float32 and in float64. The padded ones are
-of Transformers' own model.
+``python -m tests.support.packed_gradients`` prints the largest difference from padded rows in float64, over all weights
+and as a share of the largest gradient: with rows packed, and with their shared prefixes computed once, in float64, and
+the same and padded rows in float32. The padded ones are of Transformers' own model.
 """
 
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -26,8 +26,16 @@ from tests.support.rounding import in_float64, to_float64
 Gradients = dict[str, Tensor]
 
 
-def differences(kind: str, dtype: torch.dtype) -> tuple[float, float]:
-    """The largest difference from padded rows, of packed ones and of those with shared prefixes."""
+class Found(NamedTuple):
+    """Gradients of one loss: of padded rows, of packed ones, and of packed ones with shared prefixes."""
+
+    padded: Gradients
+    packed: Gradients
+    shared: Gradients
+
+
+def gradients(kind: str, dtype: torch.dtype) -> Found:
+    """Compute them all with the weights and in the type given, which float64 widens."""
     exactly = dtype == torch.float64
     batch = shared_rows(VOCAB)
     with tempfile.TemporaryDirectory() as folder:
@@ -37,12 +45,16 @@ def differences(kind: str, dtype: torch.dtype) -> tuple[float, float]:
     if exactly:
         to_float64(plain), to_float64(backend.model.lm)
     with in_float64() if exactly else nullcontext():
-        expected = _padded(plain, batch)
-        packed, shared = (_packed(backend, x) for x in (msgspec.structs.replace(batch, tree=None), batch))
+        apart = msgspec.structs.replace(batch, tree=None)
+        found = Found(_padded(plain, batch), _packed(backend, apart), _packed(backend, batch))
+    assert found.packed.keys() == found.shared.keys() == found.padded.keys()
+    return found
+
+
+def largest_difference(found: Gradients, expected: Gradients) -> float:
+    """The largest over all weights, as a share of the largest gradient."""
     largest = max(part.abs().max().item() for part in expected.values())
-    assert packed.keys() == shared.keys() == expected.keys() and largest > 0
-    far = [max((found[n] - expected[n]).abs().max().item() for n in expected) / largest for found in (packed, shared)]
-    return far[0], far[1]
+    return max((found[name].double() - expected[name]).abs().max().item() for name in expected) / largest
 
 
 def _padded(model: Any, batch: Tensors) -> Gradients:
@@ -70,9 +82,10 @@ def _loss(logprobs: Tensor, batch: Tensors) -> Tensor:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    print(f"{'largest difference':18} float32{'':14} float64")
-    print(f"{'':17}", *(f"{rows:>10}" for rows in ("packed", "shared") * 2))
+    print(f"{'':17} float64{'':14} float32")
+    print(f"{'':17}", *(f"{rows:>10}" for rows in ("packed", "shared", "padded", "packed", "shared")))
     for kind in sorted(MIXERS):
-        found = [far for dtype in (torch.float32, torch.float64) for far in differences(kind, dtype)]
-        print(f"{kind:17}", *(f"{far:10.1e}" for far in found), flush=True)
+        exact, rounded = (gradients(kind, dtype) for dtype in (torch.float64, torch.float32))
+        far = [largest_difference(found, exact.padded) for found in (exact.packed, exact.shared, *rounded)]
+        print(f"{kind:17}", *(f"{one:10.1e}" for one in far), flush=True)
     dist.destroy_process_group()

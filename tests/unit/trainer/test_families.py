@@ -20,7 +20,7 @@ from rl_async.trainer.packing import Tensors, empty_tensors, row_calls
 from rl_async.weight_sync.experts import STACKED_FOR_ENGINES, single
 from tests.support.families import COMMON, DISTINCT, PADDED, VOCAB, config_of, saved
 from tests.support.model_table import KINDS, PAGE, listed, table
-from tests.support.packed_gradients import differences
+from tests.support.packed_gradients import gradients, largest_difference
 from tests.support.rounding import (
     allowance,
     assert_as_close,
@@ -127,7 +127,13 @@ def test_a_model_that_cannot_be_packed_runs_padded_and_says_so(
     "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "lfm2")) for kind in sorted(MIXERS)]
 )
 def test_gradients_of_packed_and_of_shared_rows_are_those_of_padded_ones(kind: str) -> None:
-    assert max(differences(kind, torch.float64)) <= 1e-6
+    exact, rounded = gradients(kind, torch.float64), gradients(kind, torch.float32)
+    for found in (exact.packed, exact.shared):
+        assert largest_difference(found, exact.padded) <= 1e-6
+    # In float32 padded rows themselves are off by up to 2.2e-5, in the weight of Qwen3.5's first convolution. No single
+    # operation is to blame: with any one of them in float64 the error remains.
+    for found in (rounded.packed, rounded.shared):
+        assert_as_close(found, rounded.padded, exact.padded, terms=VOCAB)
 
 
 def test_the_page_of_models_says_what_the_code_answers() -> None:
