@@ -450,11 +450,6 @@ def _abilities(c: RunConfig) -> str | None:
     """The mode and the options of weight sync are those that every kind supports."""
     sync = c.weight_sync
     for kind, traits in engine_traits(c).items():
-        if c.mode == "colocated" and not traits.reports_sleep:
-            return (
-                f"rollout.engine={kind} does not go with --mode colocated: {traits.title} does not report whether it "
-                "sleeps, so requests would time out while the trainer has its device; use --mode disaggregated"
-            )
         if sync.transport != "auto" and sync.transport not in traits.transports:
             return (
                 f"rollout.engine={kind} does not go with weight_sync.transport={sync.transport}; "
@@ -473,11 +468,8 @@ def _lending(c: RunConfig) -> str | None:
     """Devices can be lent to engines that sleep, and that have no trainer rank in their group on the same device."""
     if not c.trainer.lend_devices:
         return None
-    kind = engine_kinds(c)[0]
     if c.mode == "colocated":
         return "trainer.lend_devices has no effect with --mode colocated, where engines have those devices anyway"
-    if not ENGINES[kind].reports_sleep:
-        return f"trainer.lend_devices needs engines that report whether they sleep; rollout.engine={kind} does not"
     if c.weight_sync.transport == "nccl":
         return "trainer.lend_devices does not go with weight_sync.transport=nccl, which refuses two ranks on one GPU"
     if c.trainer.ranks < c.rollout.ranks:
@@ -912,8 +904,8 @@ QUEUE_RULES = (journal, access, shards, sampling)
 
 def transport(c: RunConfig) -> str | None:
     transport = c.weight_sync.transport
-    if transport in ("nearest", "gloo", "nccl") and c.mode == "colocated":
-        return f"weight_sync.transport={transport} does not work with --mode colocated; use auto, ipc or disk"
+    if transport in ("nearest", "nccl") and c.mode == "colocated":
+        return f"weight_sync.transport={transport} does not work with --mode colocated; use auto, ipc, gloo or disk"
     if transport == "nccl" and c.model.device == "cpu":
         return "weight_sync.transport=nccl needs GPUs, and model.device=cpu; use auto, gloo or disk"
     return None

@@ -170,16 +170,15 @@ Transport = Literal["nearest", "gloo", "ipc", "disk", "nccl"]
 
 
 def resolve_transport(config: RunConfig) -> Transport:
-    """Choose ``ipc`` (shared memory) if engines and trainer share devices, else ``nearest``, or ``gloo`` if an engine
-    lacks it.
+    """Choose ``ipc`` (shared memory) if engines and trainer share devices, else ``nearest``; ``gloo`` if an engine
+    lacks that.
 
     ``nccl`` is never chosen automatically, because it has never been run.
     """
     if config.weight_sync.transport != "auto":
         return config.weight_sync.transport
-    if config.mode == "colocated":
-        return "ipc"
-    return "nearest" if all("nearest" in traits.transports for traits in engine_traits(config).values()) else "gloo"
+    wanted: Transport = "ipc" if config.mode == "colocated" else "nearest"
+    return wanted if all(wanted in traits.transports for traits in engine_traits(config).values()) else "gloo"
 
 
 def sends_shards(config: RunConfig) -> bool:

@@ -90,7 +90,6 @@ class EngineTraits:
         adapter_ranks: Ranks that it can be prepared for, ascending; empty if any.
         adapters_with_experts: Whether it can do so with mixtures of experts, too.
         takes_slices: Whether it takes parts of tensors, from several trainer ranks; otherwise whole ones, from one.
-        reports_sleep: Whether it reports sleep, as --mode colocated needs to move the deadlines of requests meanwhile.
         reports_pause: Whether it has the route ``GET /is_paused``.
         json_schemas: Whether it can keep answers to a JSON schema, by masks of tokens.
         json_package: The module that it needs for that, in the Python of rl-async.
@@ -132,7 +131,6 @@ class EngineTraits:
     adapter_flags: tuple[str, ...] = ()
     adapter_ranks: tuple[int, ...] = ()
     takes_slices: bool = True
-    reports_sleep: bool = True
     reports_pause: bool = True
     json_schemas: bool = True
     json_package: str = ""
@@ -343,6 +341,7 @@ SGLANG = EngineTraits(
         *("--watermark-key", "--watermark-config", "--watermark-default-enabled", "--watermark-enforce-all"),
     ),
     memory_flags={"--mem-fraction-static": "static_share"},
+    sleep_flags=("--enable-memory-saver",),
     float32_logits=("--enable-fp32-lm-head", ""),
     # The process group meets on this machine; the host name may resolve to an interface that is down or filtered.
     variables={"GLOO_SOCKET_IFNAME": "lo"},
@@ -351,7 +350,6 @@ SGLANG = EngineTraits(
     holds_weights=False,
     loads_adapters=False,
     takes_slices=False,
-    reports_sleep=False,
     reports_pause=False,
     # SGLang has a flag for it, which has not been tried here.
     records_routes=False,

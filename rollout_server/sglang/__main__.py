@@ -10,8 +10,13 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
 from rl_async.configs.engines import SGLANG
-from rl_async.process.http_auth import RequireToken, check_token
+from rl_async.files import UNDECODABLE
+from rl_async.process.http_auth import App, Receive, RequireToken, Scope, Send, check_token
 from rl_async.process.role import join_supervisor
 from rl_async.rollout_server.fence import LineageFence
 
@@ -44,7 +49,7 @@ def main() -> None:
 
 
 def _guard_routes() -> None:
-    """Put our middleware (token, fence) around every application that uvicorn serves in this process.
+    """Put our middleware (token, fence, sleep) around every application that uvicorn serves in this process.
 
     SGLang has no flag for middleware, and its own --api-key would show in its command line and its log.
     """
@@ -52,9 +57,62 @@ def _guard_routes() -> None:
 
     class Config(uvicorn.Config):
         def __init__(self, app: Any, *arguments: Any, **named: Any) -> None:
-            super().__init__(RequireToken(LineageFence(app)), *arguments, **named)
+            super().__init__(RequireToken(LineageFence(SleepReport(app))), *arguments, **named)
 
     uvicorn.Config = Config  # type: ignore[misc]
+
+
+class _Tags(msgspec.Struct):
+    """Body of the routes that free and allocate memory, a list of what it holds."""
+
+    tags: list[str]
+
+
+class SleepReport:
+    """ASGI middleware that answers ``GET /is_sleeping``, which SGLang lacks, with ``{"is_sleeping": bool}``.
+
+    SGLang's scheduler exits if it is to free memory that is free, or to allocate what is allocated, and an empty list
+    stands for everything. So only tags that change anything are passed on.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._asleep: set[str] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer or pass the request on. Memory counts as freed or allocated once SGLang has answered 200."""
+        match (scope.get("method"), scope.get("path")):
+            case ("GET", "/is_sleeping"):
+                await JSONResponse({"is_sleeping": bool(self._asleep)})(scope, receive, send)
+            case ("POST", "/release_memory_occupation"):
+                await self._change(scope, receive, send, sleep=True)
+            case ("POST", "/resume_memory_occupation"):
+                await self._change(scope, receive, send, sleep=False)
+            case _:
+                await self._app(scope, receive, send)
+
+    async def _change(self, scope: Scope, receive: Receive, send: Send, *, sleep: bool) -> None:
+        body = await Request(scope, receive).body()
+        try:
+            named = msgspec.json.decode(body, type=_Tags).tags
+        except UNDECODABLE as error:
+            return await JSONResponse({"error": str(error)}, 400)(scope, receive, send)
+        tags = [tag for tag in named if (tag in self._asleep) != sleep]
+        if not tags:
+            return await JSONResponse(None)(scope, receive, send)
+        body = msgspec.json.encode(_Tags(tags))
+        headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
+
+        async def only_these() -> Any:
+            return {"type": "http.request", "body": body}
+
+        async def note(message: Any) -> None:
+            if message["type"] == "http.response.start" and message["status"] == 200:
+                self._asleep = self._asleep | {*tags} if sleep else self._asleep - {*tags}
+            await send(message)
+
+        length = (b"content-length", str(len(body)).encode())
+        await self._app(scope | {"headers": [*headers, length]}, only_these, note)
 
 
 if __name__ == "__main__":

@@ -120,6 +120,12 @@ class ServerInfo(msgspec.Struct):
     tp_size: int
 
 
+class SleepReply(msgspec.Struct):
+    """Reply of ``GET /is_sleeping``, which our start of the server adds."""
+
+    is_sleeping: bool
+
+
 class RankChecksums(msgspec.Struct):
     """Checksums of one worker's tensors, by name."""
 
@@ -244,7 +250,6 @@ class SglangEngine:
         self._running: dict[str, str] = {}
         # The weight-transfer group that this client made the engine join.
         self._group = ""
-        self._asleep: set[str] = set()
 
     async def generate(self, request: GenerateRequest, *, session: str = "") -> GenerateResult:
         """Sample once, and join the parts of ``stream``."""
@@ -388,28 +393,17 @@ class SglangEngine:
         return {f"tp{i}:{name}": value for i, rank in enumerate(ranks) for name, value in rank.checksums.items()}
 
     async def sleep(self, level: int) -> None:
-        """Free device memory: level 1 the KV cache, level 2 the weights too. The engine must be paused.
-
-        Tags that already sleep are left out, since SGLang would exit; an empty list would stand for all tags.
-        """
-        tags = [tag for tag in (["kv_cache"] if level == 1 else ["kv_cache", "weights"]) if tag not in self._asleep]
-        if tags:
-            await self._http.call("POST", "/release_memory_occupation", {"tags": tags})
-            self._asleep |= set(tags)
+        """Free device memory: level 1 the KV cache, level 2 the weights too. The engine must be paused."""
+        tags = ["kv_cache"] if level == 1 else ["kv_cache", "weights"]
+        await self._http.call("POST", "/release_memory_occupation", {"tags": tags})
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Allocate again the memory that ``sleep`` freed; ``tags`` are ``weights``, ``kv_cache`` or both.
-
-        Tags that are awake are left out, since SGLang would exit.
-        """
-        asleep = [tag for tag in tags if tag in self._asleep]
-        if asleep:
-            await self._http.call("POST", "/resume_memory_occupation", {"tags": asleep})
-            self._asleep -= set(asleep)
+        """Allocate again the memory that ``sleep`` freed; ``tags`` are ``weights``, ``kv_cache`` or both."""
+        await self._http.call("POST", "/resume_memory_occupation", {"tags": list(tags)})
 
     async def is_sleeping(self) -> bool:
-        """Return whether this client has put the engine to sleep and not woken it; SGLang has no route for it."""
-        return bool(self._asleep)
+        """Return whether any device memory that ``sleep`` freed is still free, by the middleware of ``__main__.py``."""
+        return self._http.decode(await self._http.call("GET", "/is_sleeping"), SleepReply).is_sleeping
 
     async def load(self) -> EngineLoad:
         """Read the engine's load. SGLang reports waiting preempted requests, but does not count preemptions."""

@@ -254,7 +254,9 @@ def test_what_the_structs_refuse(folder: Path, path: str, body: Any, why: str) -
 
 def test_every_flag_and_variable_that_we_use_or_refuse_exists(folder: Path) -> None:
     known = field_names(folder)
-    engine = plan(float32_config("calculator", ["rollout.engine=sglang"]), Path("runs/mine"), gpus=2).engines[0]
+    config = float32_config("calculator", ["rollout.engine=sglang"], mode="colocated")
+    engine = plan(config, Path("runs/mine"), gpus=1).engines[0]
+    assert {*SGLANG.sleep_flags} <= {*engine.argv}
     flags = {word for word in engine.argv if word.startswith("--")} | {
         *SGLANG.flags,
         *SGLANG.fixed_flags,

@@ -32,7 +32,6 @@ USER = ["agent.environment=simulated_user", "agent.user={system: hi}"]
             ["rollout.engine=vllm", "rollout.engine_args=[--max_model_len, '9']"],
             ["rollout.max_model_len"],
         ),
-        (["rollout.engine=sglang", "mode=colocated"], ["rollout.engine=sglang", "--mode colocated"]),
         (
             ["rollout.engine=sglang", "weight_sync.transport=ipc"],
             ["rollout.engine=sglang", "weight_sync.transport=ipc"],
@@ -93,7 +92,6 @@ USER = ["agent.environment=simulated_user", "agent.user={system: hi}"]
             ["rollout.engine_args", "use rollout.quantization"],
         ),
         (["trainer.lend_devices=true", "mode=colocated"], ["trainer.lend_devices", "--mode colocated"]),
-        (["trainer.lend_devices=true", "rollout.engine=sglang"], ["trainer.lend_devices", "rollout.engine=sglang"]),
         (["trainer.lend_devices=true", "weight_sync.transport=nccl"], ["trainer.lend_devices", "transport=nccl"]),
         (
             ["trainer.lend_devices=true", "rollout.engine=vllm", "rollout.tensor_parallel=2"],
@@ -274,7 +272,7 @@ USER = ["agent.environment=simulated_user", "agent.user={system: hi}"]
         ),
         (["data.train_batch_groups=1", "rollout.group_size=2", "trainer.ranks=2"], ["trainer.ranks=2"]),
         (["agent.max_tokens=100000"], ["agent.max_tokens", "rollout.max_model_len"]),
-        (["mode=colocated", "weight_sync.transport=gloo"], ["weight_sync.transport", "colocated"]),
+        (["mode=colocated", "weight_sync.transport=nearest"], ["weight_sync.transport", "colocated"]),
         (["data.path=[{path: a.parquet}]"], ["data.make", "data.path"]),
         (["reward.functions=[{name: reward_model}]"], ["reward.functions", "reward.model.path"]),
         (["agent.opponents={a: {}}"], ["agent.opponents", "agent.environment"]),

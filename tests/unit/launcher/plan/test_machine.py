@@ -167,6 +167,7 @@ MIB = 1 << 20
         (["weight_sync.bucket_bytes=4096"], 2, True, "ipc", 4096),
         (["weight_sync.transport=nccl"], 2, True, "nccl", 1024 * MIB),
         (["rollout.engine=sglang"], 2, True, "gloo", None),
+        (["rollout.engine=sglang", "mode=colocated"], 1, True, "gloo", None),
         (["trainer.lend_devices=true"], 2, True, "nearest", None),
     ],
 )

@@ -350,30 +350,6 @@ async def test_pause_wait_is_refused() -> None:
     assert modes == ["retract", "abort"]
 
 
-async def test_only_tags_that_sleep_are_woken_and_only_others_put_to_sleep() -> None:
-    calls: list[tuple[str, Any]] = []
-
-    def serve(path: str, body: Any) -> tuple[int, Any]:
-        calls.append((path, body["tags"]))
-        return 200, None
-
-    async with answering(serve) as client:
-        await client.wake(["weights"])
-        await client.sleep(2)
-        await client.sleep(1)
-        assert await client.is_sleeping()
-        await client.wake(["weights"])
-        await client.sleep(2)
-        await client.wake(["weights", "kv_cache"])
-        assert not await client.is_sleeping()
-    assert calls == [
-        ("/release_memory_occupation", ["kv_cache", "weights"]),
-        ("/resume_memory_occupation", ["weights"]),
-        ("/release_memory_occupation", ["weights"]),
-        ("/resume_memory_occupation", ["weights", "kv_cache"]),
-    ]
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [

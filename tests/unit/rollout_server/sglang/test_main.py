@@ -4,6 +4,11 @@ from typing import Any
 
 import pytest
 import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from starlette.testclient import TestClient
 
 from rl_async.process.http_auth import RequireToken
 from rl_async.rollout_server.fence import LineageFence
@@ -23,4 +28,42 @@ def test_routes_ask_for_the_token_first_and_then_for_the_lineage(
     start._guard_routes()
     guarded = uvicorn.Config(application).app
     assert isinstance(guarded, RequireToken)
-    assert isinstance(guarded._app, LineageFence) and guarded._app._app is application
+    assert isinstance(guarded._app, LineageFence) and isinstance(guarded._app._app, start.SleepReport)
+    assert guarded._app._app._app is application
+
+
+def test_only_tags_that_sleep_are_woken_and_only_others_put_to_sleep() -> None:
+    calls: list[tuple[str, Any]] = []
+
+    async def change(request: Request) -> JSONResponse:
+        """SGLang's side, which fails at a tag that it does not know."""
+        tags = (await request.json())["tags"]
+        calls.append((request.url.path, tags))
+        return JSONResponse(None, 500 if "graphs" in tags else 200)
+
+    app = Starlette(
+        routes=[Route(f"/{way}_memory_occupation", change, methods=["POST"]) for way in ("release", "resume")]
+    )
+    with TestClient(start.SleepReport(app)) as client:
+
+        def sent(way: str, *tags: str) -> int:
+            return client.post(f"/{way}_memory_occupation", json={"tags": tags}).status_code
+
+        def sleeps() -> bool:
+            return bool(client.get("/is_sleeping").json()["is_sleeping"])
+
+        assert sent("resume", "weights") == 200 and not sleeps()
+        assert sent("release", "graphs") == 500 and not sleeps()
+        assert sent("release", "kv_cache", "weights") == 200 and sleeps()
+        assert sent("release", "kv_cache") == 200
+        assert sent("resume", "weights") == 200 and sleeps()
+        assert sent("release", "kv_cache", "weights") == 200
+        assert sent("resume", "weights", "kv_cache") == 200 and not sleeps()
+        assert client.post("/release_memory_occupation", json={"tag": "weights"}).status_code == 400
+    assert calls == [
+        ("/release_memory_occupation", ["graphs"]),
+        ("/release_memory_occupation", ["kv_cache", "weights"]),
+        ("/resume_memory_occupation", ["weights"]),
+        ("/release_memory_occupation", ["weights"]),
+        ("/resume_memory_occupation", ["weights", "kv_cache"]),
+    ]
