@@ -1016,7 +1016,6 @@ FSDP2_ONLY = (
     "activation_checkpointing",
     "cpu_offload",
     "replicas",
-    "compile",
     "lora",
     "kernels",
     "vision_learning_rate",
@@ -1045,12 +1044,9 @@ def fsdp2(c: RunConfig) -> str | None:
 
 
 def kernels(c: RunConfig) -> str | None:
-    """Refuse kernels that need a GPU where there is none, and combinations of kernels that do not work."""
-    t = c.trainer
-    if t.kernels == "liger" and c.model.device == "cpu":
+    """Refuse kernels that need a GPU where there is none."""
+    if c.trainer.kernels == "liger" and c.model.device == "cpu":
         return "trainer.kernels=liger needs a GPU, and model.device=cpu; use trainer.kernels=torch"
-    if t.kernels == "liger" and t.compile:
-        return "trainer.kernels=liger does not work with trainer.compile, which makes its own kernels; leave one out"
     return None
 
 

@@ -195,6 +195,9 @@ def _forget_removed(values: dict[str, Any]) -> None:
     sync = _section_of(values, "weight_sync")
     if isinstance(added := sync.get("adapters"), bool):
         sync["adapters"] = "add" if added else "auto"
+    trainer = _section_of(values, "trainer")
+    if trainer.pop("compile", False):
+        trainer["kernels"] = "compile"
     for key, now in DROPPED.items():
         place, _, leaf = key.rpartition(".")
         section = _section_of(values, place)

@@ -58,6 +58,7 @@ MOVED: dict[str, str] = {
 } | {
     "sft": "warm_start",
     "trainer.context_parallel": "trainer.sequence_parallel",
+    "trainer.compile": "trainer.kernels (compile instead of true)",
     "trainer.min_train_s": "debug.min_train_s",
     "rollout.min_iteration_s": "debug.min_iteration_s",
     "weight_sync.bucket_mb": "weight_sync.bucket_bytes (bytes, not MiB)",

@@ -336,7 +336,7 @@ def prepare(model: Headed, config: TrainerConfig) -> None:
 
     Modules keep their names and class, so checkpoints and exports do not change.
     """
-    if config.compile:
+    if config.kernels == "compile":
         for layer in model.decoder.layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
     if config.activation_checkpointing:

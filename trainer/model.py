@@ -308,7 +308,7 @@ def replay_routers(model: Headed, options: TrainerConfig) -> None:
     Raises UserError if it must and its routers cannot.
     """
     config = model.lm.config
-    reason = why_not_replayed(config, packs=model.packs, compiled=options.compile)
+    reason = why_not_replayed(config, packs=model.packs, compiled=options.kernels == "compile")
     if is_replayed(options, experts_of(config), reason):
         model.replay = RouterReplay(model.lm)
 
@@ -583,8 +583,8 @@ def why_prefixes_apart(config: Any, device: str, dtype: torch.dtype, options: Tr
         return "ranks that share rows (trainer.sequence_parallel) exchange whole ones"
     if device != "cpu" and not (dtype == torch.bfloat16 and has_flash_attention(torch.device(device))):
         return "attention over shared prefixes needs FlashAttention and bfloat16 on an accelerator"
-    if options.compile:
-        return "compiled layers (trainer.compile) would be compiled anew for every tree of prefixes"
+    if options.kernels == "compile":
+        return "compiled layers (trainer.kernels=compile) would be compiled anew for every tree of prefixes"
     return None
 
 
@@ -624,7 +624,7 @@ def why_not_replayed(config: Any, *, packs: bool, compiled: bool) -> str | None:
     if not packs:
         return "its rows are padded, not packed"
     if compiled:
-        return "layers are compiled (trainer.compile)"
+        return "layers are compiled (trainer.kernels=compile)"
     return None
 
 

@@ -85,13 +85,12 @@ class TrainerConfig(Config, frozen=True):
         doc("Ranks that share each packed row, exchanging tokens for heads around attention (Ulysses)."),
     ] = 1
     kernels: Annotated[
-        Literal["torch", "liger"],
-        doc("fsdp2 on GPUs: liger replaces norms, rotary embedding and gated MLPs by Liger kernels."),
+        Literal["torch", "compile", "liger"],
+        doc(
+            "fsdp2. compile: torch.compile of every layer; the first step takes minutes, and on a CPU it needs a C++ "
+            "compiler. liger, on GPUs: Liger's kernels for norms, rotary embedding and gated MLPs."
+        ),
     ] = "torch"
-    compile: Annotated[
-        bool,
-        doc("fsdp2: torch.compile of every layer. The first step takes minutes; on a CPU it needs a C++ compiler."),
-    ] = False
     router_replay: Annotated[
         Literal["auto", "always", "never"],
         doc(

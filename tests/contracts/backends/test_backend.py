@@ -41,10 +41,10 @@ MEGATRON = {"backend": "megatron"}
 IMPLEMENTATIONS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "fsdp2 x2": (2, {"backend": "fsdp2"}, ("llama", "qwen3-moe", "qwen3-moe-odd")),
     "fsdp2 x1 checkpointed": (1, {"activation_checkpointing": True}, ("llama",)),
-    "fsdp2 x1 compiled and checkpointed": (1, {"compile": True, "activation_checkpointing": True}, ("qwen3",)),
+    "fsdp2 x1 compiled and checkpointed": (1, {"kernels": "compile", "activation_checkpointing": True}, ("qwen3",)),
     "fsdp2 x2 offloaded": (2, {"cpu_offload": True}, ("qwen3",)),
     "fsdp2 x2 that share rows": (2, {"sequence_parallel": 2}, ("qwen3", "qwen2-tied")),
-    "fsdp2 x2 compiled, that share rows": (2, {"sequence_parallel": 2, "compile": True}, ("qwen3",)),
+    "fsdp2 x2 compiled, that share rows": (2, {"sequence_parallel": 2, "kernels": "compile"}, ("qwen3",)),
     "fsdp2 x4, twos that share rows": (4, {"sequence_parallel": 2, "activation_checkpointing": True}, ("qwen3",)),
     "fsdp2 x4 of 2 replicas": (4, {"replicas": 2}, ("qwen3", "qwen3-moe-odd")),
     "megatron x1": (1, MEGATRON, (*DENSE, "qwen3-moe")),
@@ -79,7 +79,7 @@ def tried(name: str, ranks: int, sizes: dict[str, Any]) -> list[pytest.MarkDecor
     """Return the marks that say which target of the Makefile tries a layout."""
     if name in COMBINED:
         return [pytest.mark.nightly]
-    return [pytest.mark.slow] if ranks > 2 or "compile" in sizes or name in TRIED_ALONE else []
+    return [pytest.mark.slow] if ranks > 2 or "kernels" in sizes or name in TRIED_ALONE else []
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def ran(
 ) -> list[Told]:
     """One entry per model and rank."""
     ranks, sizes, families = IMPLEMENTATIONS[request.param]
-    if sizes.get("compile") and shutil.which("g++") is None:
+    if "kernels" in sizes and shutil.which("g++") is None:
         pytest.skip("torch.compile needs a C++ compiler")
     if sizes.get("backend") == "megatron" and importlib.util.find_spec("megatron") is None:
         pytest.skip("Megatron-Core is not here; install it with pip install 'rl-async[megatron]'")

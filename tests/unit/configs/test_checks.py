@@ -177,7 +177,6 @@ USER = ["agent.environment=simulated_user", "agent.user={system: hi}"]
             ["trainer.sequence_parallel=2", "trainer.tensor_parallel=2", "trainer.ranks=2"],
         ),
         (["trainer.kernels=liger", "model.device=cpu"], ["trainer.kernels=liger", "model.device=cpu"]),
-        (["trainer.kernels=liger", "trainer.compile=true"], ["trainer.kernels=liger", "trainer.compile"]),
         ([*MEGATRON, "trainer.kernels=liger"], ["trainer.kernels", "trainer.backend=fsdp2"]),
         (
             [*MEGATRON, "algorithm.kl.coef=0.1", "algorithm.kl.estimator=full"],

@@ -254,12 +254,15 @@ def test_a_run_folder_of_an_earlier_version_is_read(tmp_path: Path) -> None:
         section[leaf] = value
     values["algorithm"]["loss_options"] |= {"m2po": 0.1}
     values["weight_sync"]["adapters"] = False
+    values["trainer"]["compile"] = False
     path.write_text(yaml.safe_dump(values))
     assert load_resolved(path) == config
     kept = tmp_path / "kept" / "config.yaml"
     kept.parent.mkdir()
     kept.write_text(yaml.safe_dump(values | {"name": "kept"}))
     assert load_config(str(kept)) == msgspec.structs.replace(config, name="kept")
+    path.write_text(yaml.safe_dump(values | {"trainer": values["trainer"] | {"compile": True}}))
+    assert load_resolved(path).trainer == msgspec.structs.replace(config.trainer, kernels="compile")
     with pytest.raises(ConfigError, match=r"trainer\.attention"):
         load_resolved(path, ["trainer.attention=auto"])
     with pytest.raises(ConfigError, match="|".join(map(re.escape, DROPPED | MOVED))):

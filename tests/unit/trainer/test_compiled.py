@@ -58,7 +58,8 @@ def gradients(backend: Fsdp2Backend, batch: Tensors) -> dict[str, Tensor]:
 
 def assert_one_graph_for_all_lengths(model_folder: Path) -> None:
     compiled, plain = (
-        Fsdp2Backend(str(model_folder), "float32", "cpu", TrainerConfig(compile=compiles)) for compiles in (True, False)
+        Fsdp2Backend(str(model_folder), "float32", "cpu", TrainerConfig(kernels=kernels))
+        for kernels in ("compile", "torch")
     )
     draw = np.random.default_rng(0)
     # One row and many, short and beyond the least length that kernels are told.

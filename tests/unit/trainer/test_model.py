@@ -302,7 +302,7 @@ def test_what_cannot_share_says_why(
         ("xpu", torch.bfloat16, TrainerConfig()),
         ("cuda", torch.float32, TrainerConfig()),
         ("cpu", torch.float32, TrainerConfig(sequence_parallel=2)),
-        ("cuda", torch.bfloat16, TrainerConfig(compile=True)),
+        ("cuda", torch.bfloat16, TrainerConfig(kernels="compile")),
     ],
 )
 def test_where_prefixes_stay_apart(
@@ -472,8 +472,8 @@ def test_records_of_other_models_are_refused(tmp_path: Path) -> None:
         ("qwen3_moe", {}, True, False),
         ("qwen3_moe", {"router_replay": "always"}, True, False),
         ("qwen3_moe", {"router_replay": "never"}, False, False),
-        ("qwen3_moe", {"compile": True}, False, False),
-        ("qwen3_moe", {"compile": True, "router_replay": "always"}, False, True),
+        ("qwen3_moe", {"kernels": "compile"}, False, False),
+        ("qwen3_moe", {"kernels": "compile", "router_replay": "always"}, False, True),
         ("deepseek_v3", {}, False, False),
         ("deepseek_v3", {"router_replay": "always"}, False, True),
         ("qwen3", {}, False, False),
