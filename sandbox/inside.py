@@ -14,6 +14,7 @@ import base64
 import contextlib
 import ctypes
 import io
+import itertools
 import json
 import os
 import resource
@@ -26,7 +27,7 @@ import struct
 import sys
 import tarfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NoReturn, cast
 
 # The JSON object of a reply, and its bytes.
@@ -40,6 +41,11 @@ WATCH_S = 0.05
 # Even an empty file costs the kernel memory, which no file system counts.
 MOST_FILES = 50_000
 PIECE = 1 << 16
+# Netlink messages about sockets: their header, and numbers of linux/netlink.h and the sock_diag, unix_diag and
+# inet_diag headers beside it.
+MESSAGE = struct.Struct("=IHHII")
+NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, NLM_DUMP, NLMSG_ERROR, NLMSG_DONE = 4, 20, 0x301, 2, 3
+UDIAG_SHOW_MEMINFO, UNIX_DIAG_MEMINFO, INET_DIAG_SKMEMINFO, ANY = 0x20, 5, 7, 0xFFFFFFFF
 # Options of prctl(2).
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 4, 22, 38
 SECCOMP_MODE_FILTER = 2
@@ -304,20 +310,58 @@ def _first_to_be_killed() -> None:
 
 
 def _exceeded(limits: dict[str, Any]) -> str:
-    """Return the limit that all files together exceed, or, where no control group counts, all processes' memory; an
-    empty text if none."""
-    pages = 0
+    """Return the limit that all files together exceed, or, where no control group counts, all processes' memory and
+    the buffers of sockets; an empty text if none."""
+    held = 0 if limits["counted"] else _socket_bytes()
     for name in [] if limits["counted"] else os.listdir("/proc"):
         if name.isdecimal() and name != "1":
             with contextlib.suppress(OSError), open(f"/proc/{name}/statm") as file:
-                pages += int(file.read().split()[1])
-    if pages * resource.getpagesize() > limits["memory"]:
+                held += int(file.read().split()[1]) * resource.getpagesize()
+    if held > limits["memory"]:
         return "memory"
     for place in (WORKSPACE, "/dev/shm"):
         space = os.statvfs(place)
         if space.f_files - space.f_ffree > MOST_FILES:
             return "files"
     return ""
+
+
+def _socket_bytes() -> int:
+    """Return the bytes that buffers of the namespace's sockets hold (sock_diag(7)); 0 where that may not be asked."""
+    unix = struct.pack("=BBxxIIIII", socket.AF_UNIX, 0, ANY, 0, UDIAG_SHOW_MEMINFO, ANY, ANY)
+    asked = [(unix, UNIX_DIAG_MEMINFO, 16)]
+    for family, protocol in itertools.product(
+        (socket.AF_INET, socket.AF_INET6), (socket.IPPROTO_TCP, socket.IPPROTO_UDP)
+    ):
+        request = struct.pack("=BBBxI48x", family, protocol, 1 << (INET_DIAG_SKMEMINFO - 1), ANY)
+        asked.append((request, INET_DIAG_SKMEMINFO, 72))
+    held = 0
+    # A container may forbid it, and a kernel lack it.
+    with contextlib.suppress(OSError), socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_SOCK_DIAG) as kernel:
+        for request, wanted, fixed in asked:
+            kernel.sendall(MESSAGE.pack(MESSAGE.size + len(request), SOCK_DIAG_BY_FAMILY, NLM_DUMP, 0, 0) + request)
+            held += sum(_meminfo(kernel, wanted, fixed))
+    return held
+
+
+def _meminfo(kernel: socket.socket, wanted: int, fixed: int) -> Iterator[int]:
+    """Yield what each socket of a dump holds: the attribute ``wanted``, behind ``fixed`` bytes of its message."""
+    while True:
+        data = kernel.recv(PIECE)
+        at = 0
+        while at < len(data):
+            length, kind, *_ = MESSAGE.unpack_from(data, at)
+            if kind in (NLMSG_DONE, NLMSG_ERROR):
+                return
+            part, end = at + MESSAGE.size + fixed, at + length
+            while part < end:
+                size, name = struct.unpack_from("=HH", data, part)
+                if name == wanted:
+                    received, _, sent, _, _, queued = struct.unpack_from("=6I", data, part + 4)
+                    yield received + max(sent, queued)
+                # Attributes and messages begin at multiples of four bytes.
+                part += -(-size // 4) * 4
+            at += -(-length // 4) * 4
 
 
 def _inside(path: str) -> str:

@@ -235,6 +235,42 @@ async def test_memory_that_no_process_shows_is_counted_or_refused(grouped: bool,
     await workspace.close()
 
 
+FILL = """
+import os, socket, time
+def pair():
+    if not TCP:
+        return socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return socket.create_connection(server.getsockname()), server.accept()[0]
+kept = []
+for _ in range(8):
+    if not os.fork():
+        while True:
+            try:
+                kept += pair()
+            except OSError:
+                time.sleep(1000)
+            for end in kept[-2:]:
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)
+                end.setblocking(False)
+                try:
+                    while end.send(bytes(1 << 16)):
+                        pass
+                except OSError:
+                    pass
+for _ in range(8):
+    os.wait()
+"""
+
+
+@pytest.mark.parametrize("tcp", [True, False])
+async def test_buffers_of_sockets_count_without_a_control_group(tcp: bool) -> None:
+    workspace = await Bubblewrap(settings_of("bubblewrap")).open()
+    assert (await workspace.run("python", FILL.replace("TCP", str(tcp)))).limit == "memory"
+    await alive(workspace)
+    await workspace.close()
+
+
 async def test_memory_that_belongs_to_no_process_is_refused(workspace: Workspace) -> None:
     code = """
 import ctypes, errno, os
