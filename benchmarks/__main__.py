@@ -66,6 +66,7 @@ REAL = ("real_embedded_vs_vllm", "real_mismatch_fp32_max", "real_step_vs_trl")
 BENCHMARKS = {
     "transfer_queue": Benchmark(("--groups", "100000"), (("--transferqueue", "TransferQueue"), ("", "Redis"))),
     "weight_sync": Benchmark(),
+    "slow_engine": Benchmark(),
     "reshard": Benchmark(),
     "loading": Benchmark(),
     "engines": Benchmark(peers=(("--vllm", "vLLM"),)),

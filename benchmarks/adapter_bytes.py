@@ -20,7 +20,7 @@ import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.processes.command_line import parser
-from benchmarks.processes.engine_process import SingleEngineDirectory, serving
+from benchmarks.processes.engine_process import StandaloneDirectory, serving
 from benchmarks.processes.trainer_arms import VOCAB, rows_of
 from rl_async.configs.load import load_config
 from rl_async.configs.schema.trainer import LoraConfig, TrainerConfig, WeightSyncConfig
@@ -94,7 +94,7 @@ def publications(folder: Path, lora: LoraConfig, repeats: int) -> dict[str, list
         for way, delta in WAYS.items():
             at = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             url, token = stack.enter_context(serving("embedded", config, at, ""))
-            directory = SingleEngineDirectory(url)
+            directory = StandaloneDirectory({"engine": url})
             coordinator = stack.enter_context(
                 WeightCoordinator(
                     directory.open,

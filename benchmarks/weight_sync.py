@@ -21,7 +21,6 @@ interleaved, and the table has medians, because others use the machine's cores t
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -31,18 +30,13 @@ from typing import Any
 
 import msgspec
 import torch
-import uvicorn
 from transformers import Qwen3ForCausalLM
 
 from benchmarks.processes.command_line import parser, save
-from benchmarks.processes.engine_process import SingleEngineDirectory
+from benchmarks.processes.engine_process import StandaloneDirectory, serve_in_thread
 from benchmarks.processes.publishing_ranks import SYNC, TIMEOUT_S, WAYS, PublishingRanks, by, shape
 from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.messages import Version
-from rl_async.process.role import bind
-from rl_async.rollout_server.embedded.core import EngineCore
-from rl_async.rollout_server.embedded.engine_thread import EngineThread
-from rl_async.rollout_server.embedded.server import EngineServer
 from rl_async.rollout_server.vllm.client import VllmEngine
 from rl_async.weight_sync.buckets import Bucket, checksum, deltas, unpack
 from rl_async.weight_sync.coordinator import WeightCoordinator, Weights
@@ -68,13 +62,8 @@ def engine_process() -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.bfloat16)
     model = Qwen3ForCausalLM(shape(*SIZE)).eval()
-    engine = EngineThread(EngineCore(model, max_batch=1, max_length=64), on_crash=lambda _: sys.exit(1))
-    listener = bind("127.0.0.1", 0, "port")
-    settings = uvicorn.Config(
-        EngineServer(engine, "benchmark").app, log_level="warning", lifespan="off", access_log=False
-    )
-    threading.Thread(target=uvicorn.Server(settings).run, kwargs={"sockets": [listener]}, daemon=True).start()
-    print(listener.getsockname()[1], flush=True)
+    engine, port = serve_in_thread(model)
+    print(port, flush=True)
     receiver: GlooReceiver | None = None
     raw = torch.zeros(512 * MB, dtype=torch.uint8)
     mine = list(make_buckets(((n, p.detach() + 0) for n, p in model.named_parameters()), 64 * MB))
@@ -181,7 +170,7 @@ class Publication:
         """``weights``: those of a step."""
         self.name = name
         self.phases: dict[str, float] = defaultdict(float)
-        self._directory, self._weights, self._step = SingleEngineDirectory(peer.url), weights, 0
+        self._directory, self._weights, self._step = StandaloneDirectory({"engine": peer.url}), weights, 0
         self._coordinator = WeightCoordinator(
             self._directory.open,
             lambda record: Timed(record.url, self.phases),  # type: ignore[arg-type,return-value]

@@ -4,19 +4,25 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 import torch
-from transformers import AutoModelForCausalLM
+import uvicorn
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from rl_async.configs.load import dump
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.planning import PortWish, assign_ports, environment, plan
 from rl_async.messages import EngineList, EngineRecord, Version
 from rl_async.process.http_auth import make_tokens, run_token
+from rl_async.process.role import bind
+from rl_async.rollout_server.embedded.core import EngineCore
+from rl_async.rollout_server.embedded.engine_thread import EngineThread
+from rl_async.rollout_server.embedded.server import EngineServer
 from rl_async.rollout_server.vllm.client import VllmEngine
 from rl_async.weight_sync.protocol import InitInfo
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
@@ -95,24 +101,58 @@ async def _load(url: str, token: str, model_path: str, process: "subprocess.Pope
         await engine.close()
 
 
-class SingleEngineDirectory:
-    """An EngineDirectory of one engine, without a queue."""
+def serve_in_thread(model: Qwen3ForCausalLM) -> tuple[EngineThread, int]:
+    """Serve an engine with this model from this process, to everybody on loopback; return it and its port."""
+    engine = EngineThread(EngineCore(model, max_batch=1, max_length=64), on_crash=lambda _: sys.exit(1))
+    listener = bind("127.0.0.1", 0, "port")
+    settings = uvicorn.Config(
+        EngineServer(engine, "benchmark").app, log_level="warning", lifespan="off", access_log=False
+    )
+    threading.Thread(target=uvicorn.Server(settings).run, kwargs={"sockets": [listener]}, daemon=True).start()
+    return engine, int(listener.getsockname()[1])
 
-    def __init__(self, url: str) -> None:
-        self.record = EngineRecord(engine_id="engine", url=url, kind="embedded")
+
+class StandaloneDirectory:
+    """An EngineDirectory without a queue, of engines with these ids at these URLs."""
+
+    def __init__(self, urls: Mapping[str, str]) -> None:
+        self.records: dict[str, EngineRecord] = {}
+        self._revision, self._changed = 0, asyncio.Event()
+        for engine_id, url in urls.items():
+            self.add(engine_id, url)
+
+    def add(self, engine_id: str, url: str) -> None:
+        """Register an engine, which serves no version yet."""
+        self.records[engine_id] = EngineRecord(engine_id=engine_id, url=url, kind="embedded")
+        self._bump()
+
+    def remove(self, engine_id: str) -> None:
+        """Take an engine out, which goes on serving its version."""
+        del self.records[engine_id]
+        self._bump()
 
     @asynccontextmanager
-    async def open(self) -> AsyncIterator["SingleEngineDirectory"]:
+    async def open(self) -> AsyncIterator["StandaloneDirectory"]:
         yield self
 
     async def engines(self, after: int = -1, wait_s: float = 0.0) -> EngineList:
-        await asyncio.sleep(wait_s)
-        return EngineList(revision=0, engines=[self.record], published=Version())
+        if self._revision <= after:
+            self._changed.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), wait_s)
+        return EngineList(revision=self._revision, engines=list(self.records.values()), published=Version())
 
     async def publish(self, version: Version, engines: list[str]) -> None:
-        self.record = msgspec.structs.replace(self.record, version=version)
+        for engine_id in engines:
+            await self.confirm(engine_id, version)
 
-    async def confirm(self, engine_id: str, version: Version) -> None: ...
+    async def confirm(self, engine_id: str, version: Version) -> None:
+        self.records[engine_id] = msgspec.structs.replace(self.records[engine_id], version=version)
+        self._bump()
 
     async def remove_engine(self, engine_id: str, reason: str) -> None:
         raise RuntimeError(reason)
+
+    def _bump(self) -> None:
+        self._revision += 1
+        self._changed.set()

@@ -17,7 +17,9 @@ class Proxy:
     """Listens on ``host`` until it is closed; ``target`` returns the address of each new connection's other end."""
 
     def __init__(self, host: str, target: Callable[[], tuple[str, int]]) -> None:
-        self._target, self._late_s = target, 0.0
+        self._target = target
+        # Seconds by which each piece is late.
+        self.late_s = 0.0
         self._open = threading.Event()
         self._open.set()
         self._connections: set[socket.socket] = set()
@@ -34,14 +36,14 @@ class Proxy:
             return False
         end = time.monotonic() + seconds
         if kind == "late":
-            self._late_s = rng.uniform(*LATE_S)
+            self.late_s = rng.uniform(*LATE_S)
         elif kind == "hold":
             self._open.clear()
         while time.monotonic() < end:
             if kind == "cut":
                 self.cut()
             time.sleep(min(CUT_S, max(0.0, end - time.monotonic())))
-        self._late_s = 0.0
+        self.late_s = 0.0
         self._open.set()
         return True
 
@@ -86,7 +88,7 @@ class Proxy:
     def _forward(self, one: socket.socket, other: socket.socket) -> None:
         with suppress(OSError):
             while piece := one.recv(PIECE):
-                time.sleep(self._late_s)
+                time.sleep(self.late_s)
                 self._open.wait()
                 other.sendall(piece)
         for end in (one, other):
