@@ -1,12 +1,12 @@
 """Strikes whole runs at random moments, on every role, the launcher and Redis included.
 
-A run has two engines, two agent workers or a gateway with an agent program, two trainer ranks, two payload shards and
-a queue that journals to a Redis server; half of the runs have a network namespace for each process. Processes are
-killed and frozen, for moments, for as long as others wait for them, and for most of each second; their wall clocks
-jump, their flushes take seconds, packets to and from them are lost or late, the disks of the run folder and of Redis
-are full, a judge's answers come byte by byte, proxies before an engine and Redis delay, hold and cut what passes, Redis
-is replaced by its replica, and processes get no more memory. Faults strike until a run has trained all its steps; a
-launcher that was killed, or ended for want of room on a disk or of memory for the trainer, is started again with
+A run has two engines, two agent workers or a gateway with an agent program, two trainer ranks, two payload shards and a
+queue that journals to a Redis server; half of the runs have a network namespace for each process. Processes are killed
+and frozen, for moments, for as long as others wait for them, for most of each second, and all at once; their wall
+clocks jump, their flushes take seconds, packets to and from them are lost or late, the disks of the run folder and of
+Redis are full, a judge's answers come byte by byte, proxies before an engine and Redis delay, hold and cut what passes,
+Redis is replaced by its replica, and processes get no more memory. Faults strike until a run has trained all its steps;
+a launcher that was killed, or ended for want of room on a disk or of memory for the trainer, is started again with
 ``--resume``. Then the run's history must hold (``history.py``), and ``rl-async audit`` must agree. More runs follow
 until all rounds have struck.
 

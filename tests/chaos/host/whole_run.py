@@ -21,9 +21,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import redis
 
 from rl_async.process.kernel import read_stat
@@ -235,6 +237,7 @@ REDIS_PORTS = (6400, 6401)
 ROLES = ("queue", "shard", "engine", "worker", "gateway", "trainer", "launcher", "redis")
 RUN_FOLDER, REDIS_FOLDER, JUDGE = "run folder", "redis folder", "judge"
 ENGINE_LINK, REDIS_LINK = "engine link", "redis link"
+MACHINE = "machine"
 KINDS = {  # of faults, and whom each strikes
     "kill": ROLES,
     "freeze": ROLES,
@@ -252,17 +255,20 @@ KINDS = {  # of faults, and whom each strikes
     "cut": (ENGINE_LINK, REDIS_LINK),
     # The master is gone, and its replica takes its place.
     "promote": ("redis",),
+    # All processes stand still at once.
+    "pause": (MACHINE,),
     # A process gets no more memory than it has.
     "memory": ("queue", "engine", "worker", "trainer"),
 }
 # No process dies of these.
-SLOW = ("stall", "stutter", "delay", "fsync", "drip", "late", "hold", "promote")
+SLOW = ("stall", "stutter", "delay", "fsync", "drip", "late", "hold", "promote", "pause")
 MARGIN_BYTES = 1 << 20
 STALLS_S = {  # what others wait for each of them, halved and doubled: see SMALL; Redis: socket_timeout of the journal
     **dict.fromkeys(("queue", "shard", "worker", "gateway", "launcher"), (8.0,)),
     "engine": (3.0, 6.0),
     "trainer": (6.0, 30.0),
     "redis": (5.0,),
+    MACHINE: (8.0,),
 }
 FACTORS = (0.5, 1.0, 2.0)
 NAMES = {  # processes by role
@@ -506,6 +512,8 @@ class WholeRun:
             return link.strike(fault.kind, rng.uniform(*SPELLS_S), rng)
         if fault.kind == "promote":
             return self._promote()
+        if fault.kind == "pause":
+            return self._pause(rng.choice(FACTORS) * rng.choice(STALLS_S[MACHINE]))
         name = rng.choice(NAMES[fault.role])
         if fault.kind == "clock":
             self._clocks.jump(name, rng)
@@ -531,6 +539,21 @@ class WholeRun:
             return [rng.choice(FACTORS) * rng.choice(STALLS_S[fault.role])]
         period_s = PERIODS_S[-1] if fault.kind == "delay" else rng.choice(PERIODS_S)
         return [SHARE * period_s] * round(rng.uniform(*SPELLS_S) / period_s)
+
+    def _pause(self, seconds: float) -> bool:
+        """Stop every process for that long, as when a machine is suspended. False if the launcher ends just now."""
+        started = (self._launcher, self._program, *self._servers.values())
+        everyone = [psutil.Process(process.pid) for process in started if process and process.poll() is None]
+        everyone += [child for process in everyone for child in process.children(recursive=True)]
+        stopped = []
+        for process in everyone:
+            with suppress(psutil.NoSuchProcess):
+                process.suspend()
+                stopped.append(process)
+        time.sleep(seconds)
+        for process in stopped:
+            process.resume()
+        return self._launcher.poll() is None
 
     def _signal(self, name: str, fault: Fault, rng: random.Random) -> bool:
         kind = fault.kind

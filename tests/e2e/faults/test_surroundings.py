@@ -1,5 +1,8 @@
-"""Runs whose output loses its reader, whose terminal is gone, and whose folder has files named as modules are."""
+"""Runs whose output loses its reader, whose terminal is gone, whose folder has files named as modules are, and whose
+machine is suspended.
+"""
 
+import json
 import os
 import pty
 import shlex
@@ -9,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.e2e.command import RL_ASYNC, succeed
@@ -92,4 +96,36 @@ def test_a_run_that_ignores_hangups_survives_its_terminal(workplace: Path) -> No
     os.close(terminal)
     os.waitpid(pid, 0)
     assert (workplace / CODE).read_text() == "0\n"
+    assert "ok: every admitted group" in succeed(workplace, "audit", "runs/run")
+
+
+def test_a_pause_of_the_whole_machine_costs_no_lease_shard_sample_or_engine(workplace: Path) -> None:
+    """It is longer than every timeout of the roles, none of which could work meanwhile."""
+    words = "rollout.engines=2 agent.workers=2 queue.shards=2 rollout.request_timeout_s=5 debug.min_train_s=0.3"
+    words += " weight_sync.timeout_s=5 weight_sync.sync_timeout_s=20"
+    run = subprocess.Popen(shlex.split(command("run", 12, *words.split())), cwd=workplace)
+    deadline = time.monotonic() + 300
+    try:
+        for step in (2, 5):
+            while len(metrics(workplace, "run")) < step:
+                assert run.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+            launcher = psutil.Process(run.pid)
+            everyone = [launcher, *launcher.children(recursive=True)]
+            for process in everyone:
+                process.suspend()
+            time.sleep(8)
+            for process in everyone:
+                process.resume()
+        assert run.wait(deadline - time.monotonic()) == 0
+    finally:
+        run.kill()
+        run.wait()
+    folder = workplace / "runs/run"
+    assert '"event":"lost"' not in (folder / "ledger.jsonl").read_text()
+    rows = metrics(workplace, "run")
+    assert all(row["rollout/failed_attempts"] == row["sync/failures"] == 0 for row in rows)
+    # A counter is there once it has counted.
+    assert not {"queue/leases_lost", "queue/fenced"} & rows[-1].keys() and rows[-1]["queue/held_up"] == 2
+    assert all(process["restarts"] == 0 for process in json.loads((folder / "processes.json").read_text()))
     assert "ok: every admitted group" in succeed(workplace, "audit", "runs/run")
