@@ -289,7 +289,12 @@ class Fleet:
         # Deal the members to groups of nearly equal size.
         waves = [group for i in range(self._sync.waves) if (group := list(members[i :: self._sync.waves]))]
         kept = {tuple(member.engine_id for member in group) for group in waves}
-        self._close_groups(kept, {member.engine_id for member in members})
+        # An engine is in one group at a time. While a slow one catches up, the others' group stays for the next
+        # publication, which need not form it again.
+        now = {member.engine_id for member in members}
+        for ids in self._groups.keys() - kept:
+            if not now.isdisjoint(ids) or not self._members.keys() >= set(ids):
+                self._groups.pop(ids).close()
 
         async def update_waves() -> None:
             for group in waves:
@@ -308,16 +313,6 @@ class Fleet:
         if not await self._in_time(to_the_end(*(self._bring_up([m], done, failures, keep_group=False) for m in rest))):
             await self._fail_late(self._unfinished(members, done, failures), failures)
         return done
-
-    def _close_groups(self, kept: set[tuple[str, ...]], now: set[str]) -> None:
-        """Close the groups of engines that are updated ``now``, unless ``kept``, and those of engines that have left.
-
-        An engine is in one group at a time. While a slow one catches up, the group of the others stays for the next
-        publication, which need not form it again.
-        """
-        for ids in self._groups.keys() - kept:
-            if not now.isdisjoint(ids) or not self._members.keys() >= set(ids):
-                self._groups.pop(ids).close()
 
     async def _in_time(self, work: Awaitable[object]) -> bool:
         """Return whether the work ended within weight_sync.sync_timeout_s; cancel it otherwise."""
