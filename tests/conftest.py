@@ -44,6 +44,16 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(SessionSeed(config))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """Start xdist's workers by forking."""
+    import execnet.gateway_io
+
+    from tests.support.forked_workers import ForkedWorker
+
+    execnet.gateway_io.Popen2IOMaster = ForkedWorker  # type: ignore[misc]
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Keep modules and test items, nearly a million objects that live until the end, out of garbage collections."""

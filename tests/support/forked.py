@@ -1,12 +1,11 @@
 """Fork Python processes from a server that has imported torch and Transformers, which takes each process seconds.
 
-The server starts with the first fork and ends with the tests; the workers of pytest-xdist share one. It has one thread,
-no process group and no model, and has drawn no random number, so a forked process differs from a new one only by what
-is imported.
+The server starts with the first fork and ends with the tests; the workers of pytest-xdist come from it and share it. It
+has one thread, no process group and no model, and has drawn no random number, so a forked process differs from a new
+one only by what is imported.
 """
 
 import atexit
-import fcntl
 import functools
 import importlib.util
 import itertools
@@ -156,29 +155,6 @@ def _context() -> ForkServerContext:
         server.ensure_running = lambda: None
         return context
     context.set_forkserver_preload(IMPORTED)
-    session = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-    if session is None:
-        _start()
-        return context
-    with Path(tempfile.gettempdir(), f"fork-server-{session}").open("a+") as known:
-        fcntl.flock(known, fcntl.LOCK_EX)
-        known.seek(0)
-        try:
-            alive, server._forkserver_address = known.read().split("\n")
-            # The server runs as long as a process has its pipe open, which this process opens by its name.
-            server._forkserver_alive_fd = os.open(alive, os.O_WRONLY)
-            server.ensure_running = lambda: None
-        # Nothing is known yet, or the process that had started it has ended.
-        except (ValueError, OSError):
-            server._forkserver_address = None
-            _start()
-            known.truncate(0)
-            known.write(f"/proc/{os.getpid()}/fd/{server._forkserver_alive_fd}\n{server._forkserver_address}")
-            atexit.register(Path(known.name).unlink, missing_ok=True)
-    return context
-
-
-def _start() -> None:
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     forkserver.ensure_running()
@@ -186,6 +162,7 @@ def _start() -> None:
         del os.environ["OMP_NUM_THREADS"]
     else:
         os.environ["OMP_NUM_THREADS"] = before
+    return context
 
 
 def fork(target: Callable[..., None], *arguments: Any, daemon: bool = True) -> ForkServerProcess:
