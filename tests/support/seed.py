@@ -52,7 +52,11 @@ class SessionSeed:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed)
         if "torch" in sys.modules:
-            sys.modules["torch"].manual_seed(seed)
+            torch = sys.modules["torch"]
+            # torch.manual_seed also writes a traceback for each kind of accelerator, which may come to be used later.
+            torch.default_generator.manual_seed(seed)
+            if torch.cuda.is_available():
+                torch.cuda.manual_seed_all(seed)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
