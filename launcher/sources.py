@@ -6,8 +6,9 @@ import``). No code of a repository is executed, and each client is imported when
 ``models--OWNER--NAME/snapshots/COMMIT`` in its cache, so the config of a run names the commit that it was trained with.
 ModelScope reports no commits: ``rl-async/models/OWNER--NAME/CHECKSUM`` in its client's cache (``MODELSCOPE_CACHE``)
 holds just the files of that checksum, and ``REVISION:PART.json`` beside it, quoted, lists the last complete download,
-which is used when the site cannot be reached. Weights of GGUF files are dequantised to safetensors. To add a kind of
-source, add its case to ``model_folder`` or ``data_files``."""
+which is used when the site cannot be reached. Weights of GGUF files are dequantised to safetensors. ``model.override``
+makes a folder in the cache, so that no reader of a model's config.json can miss it. To add a kind of source, add its
+case to ``model_folder`` or ``data_files``."""
 
 import hashlib
 import importlib.util
@@ -31,11 +32,12 @@ from urllib.parse import quote
 import msgspec
 
 from rl_async.configs.derived import GENERATED_PREFIX, files_of, warm_start_of
+from rl_async.configs.schema.data import ATTENTION_KEY, OverrideConfig, RopeConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError, UserError
 from rl_async.files import UNDECODABLE, replace_file, written_whole
-from rl_async.launcher.model_override import overridden_folder
 from rl_async.launcher.plan.artifacts import check_model_folder
+from rl_async.model_files import read_object
 
 Kind = Literal["model", "dataset"]
 
@@ -381,11 +383,11 @@ def fetch_sources(config: RunConfig, snapshot: Snapshot = fetch) -> RunConfig:
     return msgspec.structs.replace(fetched, model=msgspec.structs.replace(fetched.model, path=path))
 
 
-def fetch_held_out(config: RunConfig, snapshot: Snapshot = fetch) -> RunConfig:
+def fetch_held_out(config: RunConfig) -> RunConfig:
     """Return the config with ids replaced in ``data.eval_path`` alone, with the same errors as ``fetch_sources``."""
 
     def change(key: str, _: Kind, source: str) -> str:
-        return source if config.data.make else data_files(source, key, snapshot)
+        return source if config.data.make else data_files(source, key)
 
     held_out = _changed_data("data.eval_path", config.data.eval_path, change)
     return msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, eval_path=held_out))
@@ -579,7 +581,7 @@ def _at(section: Any, key: list[str], change: Callable[[str], str]) -> Any:
     return msgspec.structs.replace(section, **{name: _at(value, rest, change) if rest else change(value)})
 
 
-def import_model(source: str, target: Path, snapshot: Snapshot = fetch) -> None:
+def import_model(source: str, target: Path) -> None:
     """Write the model that ``source`` names into ``target``, whole or not at all. Raises UserError."""
     if target.exists():
         raise UserError(f"{target} exists; delete it, or choose another folder")
@@ -588,7 +590,7 @@ def import_model(source: str, target: Path, snapshot: Snapshot = fetch) -> None:
         if source.startswith(PACKAGE) or source.endswith(".gguf"):
             convert(gguf_file(source, "SOURCE"), partial, "SOURCE")
             return
-        folder = model_folder(source, "SOURCE", snapshot)
+        folder = model_folder(source, "SOURCE")
         check_model_folder(folder, "SOURCE")
         _copy(folder, partial)
         cached = cached_id(str(folder))
@@ -604,3 +606,82 @@ def _copy(folder: Path, target: Path) -> None:
     for name, file in files.items():
         # Unlike links, which the Hub's cache consists of, copies survive its deletion.
         shutil.copyfile(file, target / name)
+
+
+OVERRIDE = "model.override"
+# Kinds of scaling that say from how many positions they extend, so that the largest one can be raised.
+EXTENDING = ("yarn", "llama3")
+
+
+def overridden_folder(folder: Path, override: OverrideConfig, cache: Path) -> Path:
+    """Return a folder in ``cache`` with links to the files of ``folder`` and the changed config.json.
+
+    A folder whose config.json already says what the override does is returned unchanged. Raises ConfigError for a model
+    that it cannot be applied to, and UserError if its config.json cannot be read.
+    """
+    stored = read_object(folder / "config.json", "model.path")
+    changed = overridden_shape(stored, override)
+    if changed == stored:
+        return folder
+    content = json.dumps(changed, indent=2).encode()
+    made = hashlib.sha256(str(folder.resolve()).encode() + content).hexdigest()[:12]
+    target = cache / f"{folder.resolve().name}-{made}"
+    if not target.is_dir():
+        cache.mkdir(parents=True, exist_ok=True)
+        try:
+            with written_whole(target) as partial:
+                partial.mkdir()
+                for file in folder.resolve().iterdir():
+                    if file.name != "config.json":
+                        (partial / file.name).symlink_to(file)
+                replace_file(partial / "config.json", content)
+        except OSError:
+            # If the folder exists now, another process was faster.
+            if not target.is_dir():
+                raise
+    return target
+
+
+def overridden_shape(stored: dict[str, Any], override: OverrideConfig) -> dict[str, Any]:
+    """Return the content of a config.json with the override applied. Raises ConfigError if it does not fit."""
+    shape = dict(stored)
+    if override.attention is not None:
+        shape[ATTENTION_KEY] = override.attention
+    if override.rope is None:
+        return shape
+    if "text_config" in shape:
+        return shape | {"text_config": _with_rope(shape["text_config"], override.rope)}
+    return _with_rope(shape, override.rope)
+
+
+def _with_rope(stored: dict[str, Any], rope: RopeConfig) -> dict[str, Any]:
+    """Return the config of a text model with another rotary embedding, in the form that its file has.
+
+    Transformers 5 writes ``rope_parameters``; earlier versions wrote ``rope_scaling``, and ``rope_theta`` beside it.
+    """
+    shape = dict(stored)
+    form = "rope_parameters" if "rope_parameters" in shape else "rope_scaling"
+    had = dict(shape.get(form) or {})
+    if any(isinstance(part, dict) for part in had.values()) or "rope_local_base_freq" in shape:
+        raise ConfigError(f"{OVERRIDE}.rope: the model has a rotary embedding for each kind of layer; leave it out")
+    if rope.rope_type is not None:
+        if "mrope_section" in had:
+            raise ConfigError(
+                f"{OVERRIDE}.rope.rope_type: positions of the model's images are not scaled; leave it out"
+            )
+        theta = {name: had[name] for name in ("rope_theta",) if name in had}
+        trained = rope.original_max_position_embeddings or had.get("original_max_position_embeddings")
+        had = {"rope_type": rope.rope_type, **rope.options, **theta}
+        if rope.rope_type in EXTENDING:
+            _extend(shape, had, rope, trained or shape.get("max_position_embeddings"))
+    if rope.rope_theta is not None:
+        (had if form == "rope_parameters" else shape)["rope_theta"] = rope.rope_theta
+    return shape | {form: had or None}
+
+
+def _extend(shape: dict[str, Any], had: dict[str, Any], rope: RopeConfig, trained: Any) -> None:
+    """Record the positions that the model was trained on, and let the model have as many as the longer context."""
+    if not isinstance(trained, int) or rope.factor is None:
+        raise ConfigError(f"{OVERRIDE}.rope.original_max_position_embeddings: missing, and not in config.json either")
+    had["original_max_position_embeddings"] = trained
+    shape["max_position_embeddings"] = max(shape.get("max_position_embeddings", 0), int(trained * rope.factor))

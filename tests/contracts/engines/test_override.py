@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rl_async.configs.schema.data import OverrideConfig, RopeConfig
-from rl_async.launcher.model_override import overridden_folder
+from rl_async.launcher.sources import overridden_folder
 from rl_async.messages import Sampling, Version
 from rl_async.rollout_server.api import GenerateRequest
 from tests.contracts.engines.conftest import Connect

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from rl_async.configs.schema.data import ATTENTION_KEY, OverrideConfig, RopeConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import UserError
-from rl_async.launcher.model_override import overridden_folder
+from rl_async.launcher.sources import overridden_folder
 from rl_async.messages import Sampling
 from rl_async.rollout_server.embedded.core import EngineCore, Sequence, why_not_served
 from rl_async.trainer.fsdp2 import Fsdp2Backend
