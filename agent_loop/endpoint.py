@@ -18,6 +18,7 @@ from rl_async.agent_loop.chat_formats.format import (
     Answer,
     Message,
     ParsedCall,
+    SampledTurn,
     Settled,
     TooLong,
 )
@@ -118,25 +119,11 @@ class MessageLines:
     def _lines(self, messages: Sequence[Message]) -> list[int]:
         return [token for message in messages for token in line(message)]
 
-    def parse(
-        self,
-        token_ids: Sequence[int],
-        *,
-        prompt_ids: Sequence[int] = (),
-        tools: Sequence[dict[str, Any]] = (),
-        stops: Sequence[str] = (),
-    ) -> Answer:
-        said = _last_said(token_ids)
+    def parse(self, turn: SampledTurn) -> Answer:
+        said = _last_said(turn.token_ids)
         return Answer(_with_calls(said), said.content, [_parsed(call) for call in said.tool_calls], said.reasoning)
 
-    def settled(
-        self,
-        token_ids: Sequence[int],
-        *,
-        prompt_ids: Sequence[int] = (),
-        tools: Sequence[dict[str, Any]] = (),
-        stops: Sequence[str] = (),
-    ) -> Settled:
+    def settled(self, turn: SampledTurn) -> Settled:
         """Settle nothing before the end of the turn."""
         return Settled()
 

@@ -23,6 +23,7 @@ from rl_async.agent_loop.chat_formats.format import (
     ChatFormat,
     Message,
     ParsedCall,
+    SampledTurn,
     TooLong,
     said_text,
     with_names,
@@ -127,7 +128,7 @@ class Episode:
     def _read(self) -> Answer:
         if self._answer is None:
             prompt = self._row.token_ids[: len(self._row) - len(self._said)]
-            self._answer = self._chat.parse(self._said, prompt_ids=prompt, tools=self.schemas)
+            self._answer = self._chat.parse(SampledTurn(self._said, prompt, self.schemas))
         return self._answer
 
     async def generate(self) -> str:

@@ -64,7 +64,7 @@ class Answer(NamedTuple):
 
 def reasoning_and_answer(chat: "ChatFormat", token_ids: Sequence[int], prompt_ids: Sequence[int]) -> tuple[str, str]:
     """Split a turn sampled after ``prompt_ids`` into its reasoning and all else that was said, its calls included."""
-    answer = chat.parse(token_ids, prompt_ids=prompt_ids)
+    answer = chat.parse(SampledTurn(token_ids, prompt_ids))
     return answer.reasoning, answer.text
 
 
@@ -142,28 +142,14 @@ class ChatFormat(Protocol):
         """
         ...
 
-    def parse(
-        self,
-        token_ids: Sequence[int],
-        *,
-        prompt_ids: Sequence[int] = (),
-        tools: Sequence[dict[str, Any]] = (),
-        stops: Sequence[str] = (),
-    ) -> Answer:
-        """Read a turn sampled after ``prompt_ids``, up to the first of the texts ``stops``. ``tools`` were offered."""
+    def parse(self, turn: SampledTurn) -> Answer:
+        """Read a turn up to the first of its stop strings."""
         ...
 
-    def settled(
-        self,
-        token_ids: Sequence[int],
-        *,
-        prompt_ids: Sequence[int] = (),
-        tools: Sequence[dict[str, Any]] = (),
-        stops: Sequence[str] = (),
-    ) -> Settled:
+    def settled(self, turn: SampledTurn) -> Settled:
         """Read a turn that is still being sampled, as far as no further token changes the result of `parse`.
 
-        With ``tools``, leave out calls; without, they are content.
+        If tools were offered, leave out calls; otherwise they are content.
         """
         ...
 

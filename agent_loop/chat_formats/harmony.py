@@ -61,7 +61,7 @@ class HarmonyFormat(TokenizerFormat):
         ended = bool(token_ids) and token_ids[-1] == self._ids["return"]
         return self.decode(token_ids[:-1] if ended else token_ids)
 
-    def _parse(self, turn: SampledTurn) -> Answer:
+    def parse(self, turn: SampledTurn) -> Answer:
         reasoning, said, calls = list[str](), list[str](), list[ParsedCall]()
         for number, part in enumerate(self._parts(turn.token_ids)):
             recipient, channel = _RECIPIENT.search(part.header), _CHANNEL.search(part.header)
@@ -78,7 +78,7 @@ class HarmonyFormat(TokenizerFormat):
         text = "\n".join([*filter(None, [content]), *(call.raw for call in calls)])
         return Answer(text, content, calls, "".join(reasoning).strip())
 
-    def _settled(self, turn: SampledTurn) -> Settled:
+    def settled(self, turn: SampledTurn) -> Settled:
         """Settle the texts of channels, as far as no stop string may come; calls are in other channels."""
         # The turn ends at a stop string, which may be in any channel.
         if any(stop in self.turn_text(turn.token_ids) for stop in turn.stops):
@@ -196,7 +196,7 @@ class HarmonyFormat(TokenizerFormat):
             yield part(ended=False)
 
     def _read(self, said: str) -> Answer:
-        return self.parse(self.encode(said))
+        return self.parse(SampledTurn(self.encode(said)))
 
     def _render_messages(self, messages: list[Message], _: str, limit: int) -> tuple[int, ...]:
         """Encode each message as the template prints it after a message that it may follow, and a turn's opening."""

@@ -109,7 +109,7 @@ class LibraryFormat(TokenizerFormat):
         except (ValueError, TypeError, KeyError):
             return None
 
-    def _parse(self, turn: SampledTurn) -> Answer:
+    def parse(self, turn: SampledTurn) -> Answer:
         prompt, tools = [*turn.prompt_ids] or None, [*turn.tools] or None
         found = self._renderer.parse_response(list(turn.token_ids), tools=tools, prompt_ids=prompt)
         offered = {tool.get("function", tool).get("name") for tool in turn.tools}
@@ -168,7 +168,7 @@ class LibraryFormat(TokenizerFormat):
 
     def _parse_text(self, text: str) -> Answer:
         """Read a turn sampled earlier; in some families its prompt opened the reasoning, as each prompt does."""
-        return self.parse(self.encode(text), prompt_ids=self._opening)
+        return self.parse(SampledTurn(self.encode(text), self._opening))
 
     def row(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[list[int], list[bool]]:
         """Encode a demonstration; return (token_ids, loss_mask). The mask is true on the assistant's tokens.

@@ -42,9 +42,9 @@ class MistralFormat(ChatRenderer):
         super().__init__(tokenizer, name="mistral", syntax=MISTRAL)
         self.plain_turns = self.plain_turns and _THINK not in str(tokenizer.chat_template)
 
-    def _parse(self, turn: SampledTurn) -> Answer:
+    def parse(self, turn: SampledTurn) -> Answer:
         """Read a turn, whose reasoning contains no calls."""
-        found = super()._parse(turn)
+        found = super().parse(turn)
         thought = _THOUGHT.match(found.text)
         if thought is None:
             return found
@@ -52,12 +52,12 @@ class MistralFormat(ChatRenderer):
         calls = parse(text)
         return Answer(text, text.partition(CALLS)[0].rstrip() if calls else text, calls, thought[1].strip())
 
-    def _settled(self, turn: SampledTurn) -> Settled:
+    def settled(self, turn: SampledTurn) -> Settled:
         """Settle as other templates' formats do, but nothing if the answer may have begun with reasoning."""
         begun = self.turn_text(turn.token_ids).lstrip()[: len(_THINK)]
         if _THINK.startswith(begun):
             return Settled()
-        return super()._settled(turn)
+        return super().settled(turn)
 
     def call_opening(self, name: str = "") -> list[int]:
         """Return the opening of a turn that calls ``name``, or nothing if turns may begin with reasoning."""

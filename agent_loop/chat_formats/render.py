@@ -110,33 +110,11 @@ class TokenizerFormat(ABC):
         printed = self._render(self._escaped(messages, sampled), self.template_tokens.escape(tools), generate=True)
         return self._encode_printed(printed, limit)
 
-    def parse(
-        self,
-        token_ids: Sequence[int],
-        *,
-        prompt_ids: Sequence[int] = (),
-        tools: Sequence[dict[str, Any]] = (),
-        stops: Sequence[str] = (),
-    ) -> Answer:
-        """Read a turn sampled after ``prompt_ids``, up to the first of the texts ``stops``. ``tools`` were offered."""
-        return self._parse(SampledTurn(token_ids, prompt_ids, tools, stops))
-
-    def settled(
-        self,
-        token_ids: Sequence[int],
-        *,
-        prompt_ids: Sequence[int] = (),
-        tools: Sequence[dict[str, Any]] = (),
-        stops: Sequence[str] = (),
-    ) -> Settled:
-        """Read a turn that is still being sampled, as far as no further token changes the result of `parse`."""
-        return self._settled(SampledTurn(token_ids, prompt_ids, tools, stops))
-
     @abstractmethod
-    def _parse(self, turn: SampledTurn) -> Answer:
+    def parse(self, turn: SampledTurn) -> Answer:
         """Read a turn up to the first of its stop strings."""
 
-    def _settled(self, turn: SampledTurn) -> Settled:
+    def settled(self, turn: SampledTurn) -> Settled:
         """Settle nothing before the end of the turn."""
         return Settled()
 
@@ -221,7 +199,7 @@ class TokenizerFormat(ABC):
         return now.startswith(start) and (not reasoning or _MARK in now[len(start) :])
 
     def _reasoning(self, said: str, before: Sequence[int]) -> str:
-        return self.parse(self.encode(said), prompt_ids=before).reasoning.strip()
+        return self.parse(SampledTurn(self.encode(said), before)).reasoning.strip()
 
     def _within(
         self, limit: int, messages: Sequence[Message], given: Any, render: Callable[..., tuple[int, ...]]
@@ -386,14 +364,14 @@ class ChatRenderer(TokenizerFormat):
         closing = [] if ended else [self.end_of_turn]
         return closing + self.delta(messages, sampled=sampled, limit=limit - len(closing))
 
-    def _parse(self, turn: SampledTurn) -> Answer:
+    def parse(self, turn: SampledTurn) -> Answer:
         text, reasoning = before_stops(self.turn_text(turn.token_ids), turn.stops), ""
         if self._thinks:
             reasoning, text = split_reasoning(text, opened=self._opened(turn.prompt_ids))
         calls = self._syntax.parse(text)
         return Answer(text, text.partition(self._syntax.call_start)[0].rstrip() if calls else text, calls, reasoning)
 
-    def _settled(self, turn: SampledTurn) -> Settled:
+    def settled(self, turn: SampledTurn) -> Settled:
         """Settle the text before anything that may become a stop string, the end of reasoning or, with ``tools``, a
         call."""
         text, reasoning = without_beginnings(before_stops(self.turn_text(turn.token_ids), turn.stops), turn.stops), ""

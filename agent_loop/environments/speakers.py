@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from rl_async.agent_loop.chat_formats.format import ChatFormat, Message, TooLong
+from rl_async.agent_loop.chat_formats.format import ChatFormat, Message, SampledTurn, TooLong
 from rl_async.configs.schema.rollout import RolloutConfig, SpeakerConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EnvironmentFailed
@@ -102,7 +102,7 @@ class PolicySpeaker:
             stop_token_ids=self._chat.stop_token_ids,
         )
         result = await self._generator.generate(request, session=name)
-        text = self._chat.parse(result.token_ids, prompt_ids=prompt).text
+        text = self._chat.parse(SampledTurn(result.token_ids, prompt)).text
         return Said(text, whole=result.finish_reason == "stop")
 
     async def close(self) -> None:

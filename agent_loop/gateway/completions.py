@@ -4,12 +4,19 @@ No template is printed. A prompt is encoded like the text of a template: control
 since its author takes the template's place.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import msgspec
 
-from rl_async.agent_loop.chat_formats.format import Answer, ChatFormat, Settled, before_stops, without_beginnings
+from rl_async.agent_loop.chat_formats.format import (
+    Answer,
+    ChatFormat,
+    SampledTurn,
+    Settled,
+    before_stops,
+    without_beginnings,
+)
 from rl_async.agent_loop.gateway import openai
 from rl_async.agent_loop.gateway.chat import (
     COMMENT,
@@ -85,29 +92,15 @@ class PlainText:
     def __init__(self, chat: ChatFormat) -> None:
         self._chat = chat
 
-    def parse(
-        self,
-        token_ids: Sequence[int],
-        *,
-        prompt_ids: Sequence[int] = (),
-        tools: Sequence[dict[str, Any]] = (),
-        stops: Sequence[str] = (),
-    ) -> Answer:
-        """Read all of it, up to the first of ``stops``."""
-        text = before_stops(self._chat.turn_text(token_ids), stops)
+    def parse(self, turn: SampledTurn) -> Answer:
+        """Read all of it, up to the first stop string."""
+        text = before_stops(self._chat.turn_text(turn.token_ids), turn.stops)
         return Answer(text, text, [])
 
-    def settled(
-        self,
-        token_ids: Sequence[int],
-        *,
-        prompt_ids: Sequence[int] = (),
-        tools: Sequence[dict[str, Any]] = (),
-        stops: Sequence[str] = (),
-    ) -> Settled:
+    def settled(self, turn: SampledTurn) -> Settled:
         """Read the part before anything that may become a stop string."""
-        text = before_stops(self._chat.turn_text(token_ids), stops)
-        return Settled("", without_beginnings(text, stops))
+        text = before_stops(self._chat.turn_text(turn.token_ids), turn.stops)
+        return Settled("", without_beginnings(text, turn.stops))
 
 
 def completion(done: Completion, episode: str, model: str) -> dict[str, Any]:

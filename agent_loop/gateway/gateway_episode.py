@@ -22,6 +22,7 @@ from rl_async.agent_loop import telemetry
 from rl_async.agent_loop.chat_formats.format import (
     Answer,
     ChatFormat,
+    SampledTurn,
     Settled,
     TooLong,
     before_stops,
@@ -63,23 +64,8 @@ READS = 64
 class Reader(Protocol):
     """Reads sampled tokens: the part of a chat format that answers need."""
 
-    def parse(
-        self,
-        token_ids: Sequence[int],
-        *,
-        prompt_ids: Sequence[int] = (),
-        tools: Sequence[dict[str, Any]] = (),
-        stops: Sequence[str] = (),
-    ) -> Answer: ...
-
-    def settled(
-        self,
-        token_ids: Sequence[int],
-        *,
-        prompt_ids: Sequence[int] = (),
-        tools: Sequence[dict[str, Any]] = (),
-        stops: Sequence[str] = (),
-    ) -> Settled: ...
+    def parse(self, turn: SampledTurn) -> Answer: ...
+    def settled(self, turn: SampledTurn) -> Settled: ...
 
 
 class Release:
@@ -107,7 +93,7 @@ class Release:
             return "", ""
         self._read = size
         found = self._reader.settled(
-            self._tokens, prompt_ids=self._prompt_ids, tools=self._request.tools, stops=self._request.stops
+            SampledTurn(self._tokens, self._prompt_ids, self._request.tools, self._request.stops)
         )
         reasoning = found.reasoning if self._request.reasoning else ""
         if not (reasoning.startswith(self._reasoning) and found.content.startswith(self._text)):
@@ -285,10 +271,7 @@ class GatewayEpisode:
         engine = result.engine
         result = cut_at_stop(result, request.stops, self._chat)
         answer = self._reader(asked).parse(
-            [*prompt.forced, *result.token_ids],
-            prompt_ids=prompt.token_ids,
-            tools=request.tools,
-            stops=request.stops,
+            SampledTurn([*prompt.forced, *result.token_ids], prompt.token_ids, request.tools, request.stops)
         )
         said = read_answer(answer, tools=bool(request.tools))
         if release is not None:

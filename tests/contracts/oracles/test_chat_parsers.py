@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from rl_async.agent_loop.chat_formats.format import SampledTurn
 from rl_async.agent_loop.chat_formats.format_registry import choose
 from rl_async.agent_loop.chat_formats.harmony import HarmonyFormat
 from rl_async.agent_loop.chat_formats.library import INSTALL, LibraryFormat, installed
@@ -154,7 +155,7 @@ class Reading(NamedTuple):
 
 
 def ours(chat: ChatRenderer | LibraryFormat | HarmonyFormat, text: str, opened: bool) -> Reading:
-    found = chat.parse(chat.encode(text), prompt_ids=chat.encode(OPENING) if opened else (), tools=TOOLS)
+    found = chat.parse(SampledTurn(chat.encode(text), chat.encode(OPENING) if opened else (), TOOLS))
     calls = [[call.name, call.arguments] for call in found.calls if not call.problem]
     return Reading(found.reasoning.strip(), found.content.strip(), calls, len(found.calls) - len(calls))
 

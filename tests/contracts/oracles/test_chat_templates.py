@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from rl_async.agent_loop.chat_formats.format import CannotBridge, ChatFormat
+from rl_async.agent_loop.chat_formats.format import CannotBridge, ChatFormat, SampledTurn
 from rl_async.agent_loop.chat_formats.format_registry import choose
 from rl_async.agent_loop.chat_formats.harmony import HarmonyFormat
 from rl_async.agent_loop.chat_formats.library import INSTALL, LibraryFormat, installed
@@ -200,7 +200,7 @@ def compare(chat: Formats, case: Case) -> str:
         kept, rest = False, chat.encode(chat._render([*messages, said], tools, generate=False)[len(before) :])
         end = next(i for i, token in enumerate(rest) if token in chat.stop_token_ids)
     sampled, after = rest[: end + 1], rest[end + 1 :]
-    found = chat.parse(sampled, prompt_ids=prompt, tools=tools)
+    found = chat.parse(SampledTurn(sampled, prompt, tools))
     wanted = [call["function"] for call in said.get("tool_calls", [])]
     assert [{"name": call.name, "arguments": call.arguments} for call in found.calls] == wanted
     assert (found.content.strip(), found.reasoning) == (said["content"].strip(), said.get("reasoning_content", ""))

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from rl_async.agent_loop.chat_formats.format import SampledTurn
 from rl_async.agent_loop.chat_formats.format_registry import choose
 from rl_async.agent_loop.chat_formats.library import INSTALL, installed
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
@@ -519,6 +520,6 @@ def test_an_episode_has_the_tokens_of_a_demonstration(name: str, kind: str) -> N
     assert ids[: len(prompt)].tolist() == prompt and not learned[: len(prompt)].any()
     end = len(prompt) + int(np.argmin(learned[len(prompt) :]))
     said = ids[len(prompt) : end].tolist()
-    assert said[-1] in chat.stop_token_ids and chat.parse(said).text.strip() == "three"
+    assert said[-1] in chat.stop_token_ids and chat.parse(SampledTurn(said)).text.strip() == "three"
     added = chat.bridge(prompt, said, messages[2:3])
     assert ids[end : end + len(added)].tolist() == added and learned[end + len(added)]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from rl_async.agent_loop.chat_formats.format import (
     CALL_END,
     CALL_START,
+    SampledTurn,
     Settled,
     parse_hermes,
     said_text,
@@ -156,9 +157,9 @@ def test_what_is_settled_stays(
         finish_reason="length",
     )
     kept = cut_at_stop(result, stops, chat).token_ids if sampled else []
-    end = read_answer(chat.parse(kept, prompt_ids=prompt, tools=offered, stops=stops), tools=tools)
+    end = read_answer(chat.parse(SampledTurn(kept, prompt, offered, stops)), tools=tools)
     for size in range(len(sampled) + 1):
-        found = chat.settled(sampled[:size], prompt_ids=prompt, tools=offered, stops=stops)
+        found = chat.settled(SampledTurn(sampled[:size], prompt, offered, stops))
         assert end.text.startswith(found.content) and end.reasoning.startswith(found.reasoning), sampled[:size]
 
 
@@ -176,7 +177,7 @@ def test_what_is_settled_stays(
 )
 def test_text_is_settled_as_it_comes(name: str, said: str, tools: list[dict[str, object]], expected: Settled) -> None:
     chat = CHATS[name]
-    assert chat.settled(chat.encode(said), prompt_ids=chat.encode("x"), tools=tools) == expected
+    assert chat.settled(SampledTurn(chat.encode(said), chat.encode("x"), tools)) == expected
 
 
 def test_what_may_belong_to_what_comes_is_held_back() -> None:
@@ -228,8 +229,8 @@ OPENING_CHATS: dict[str, TokenizerFormat] = {
 def test_the_policy_makes_the_call_whole(family: str, name: str, rest: str) -> None:
     chat = OPENING_CHATS[family]
     opening = chat.call_opening(name)
-    assert opening and chat.parse(opening).text
-    (call,) = chat.parse([*opening, *chat.encode(rest)]).calls
+    assert opening and chat.parse(SampledTurn(opening)).text
+    (call,) = chat.parse(SampledTurn([*opening, *chat.encode(rest)])).calls
     assert (call.name, call.arguments) == ("f", {"a": 1})
     assert ("f" in chat.decode(opening)) == bool(name)
 

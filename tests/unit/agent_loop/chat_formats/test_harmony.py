@@ -5,7 +5,7 @@ from typing import Any
 import jinja2
 import pytest
 
-from rl_async.agent_loop.chat_formats.format import CannotBridge
+from rl_async.agent_loop.chat_formats.format import CannotBridge, SampledTurn
 from rl_async.agent_loop.chat_formats.format_registry import choose
 from rl_async.agent_loop.chat_formats.harmony import HarmonyFormat
 from tests.support.tiny_models import byte_tokenizer
@@ -64,7 +64,7 @@ def chat() -> HarmonyFormat:
 def test_a_turn_is_read_by_its_channels(
     chat: HarmonyFormat, said: str, reasoning: str, content: str, calls: list[Any]
 ) -> None:
-    found = chat.parse(chat.encode(said))
+    found = chat.parse(SampledTurn(chat.encode(said)))
     assert (found.reasoning, found.content) == (reasoning, content)
     assert [(call.name, call.arguments, call.problem) for call in found.calls] == calls
 

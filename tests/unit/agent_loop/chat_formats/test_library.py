@@ -5,6 +5,7 @@ from typing import Any
 import jinja2
 import pytest
 
+from rl_async.agent_loop.chat_formats.format import SampledTurn
 from rl_async.agent_loop.chat_formats.library import INSTALL, PROBES, LibraryFormat, agreement, installed
 from tests.support.tiny_models import byte_tokenizer
 
@@ -52,10 +53,10 @@ def test_what_a_sampled_turn_says_is_read_in_parts(qwen: LibraryFormat) -> None:
     assert qwen.decode(prompt).endswith("<|im_start|>assistant\n<think>\n")
     call = "<tool_call>\n<function=f>\n<parameter=a>\n7\n</parameter>\n</function>\n</tool_call>"
     said = [*qwen.encode(f"so\n</think>\n\nok\n\n{call}"), qwen.stop_token_ids[-1]]
-    found = qwen.parse(said, prompt_ids=prompt, tools=TOOLS)
+    found = qwen.parse(SampledTurn(said, prompt, TOOLS))
     assert (found.reasoning, found.content) == ("so", "ok")
     assert [(made.name, made.arguments, made.problem) for made in found.calls] == [("f", {"a": 7}, None)]
-    cut = qwen.parse(said[:-20], prompt_ids=prompt, tools=TOOLS)
+    cut = qwen.parse(SampledTurn(said[:-20], prompt, TOOLS))
     assert [made.problem for made in cut.calls] == ["unclosed"] and cut.calls[0].arguments is None
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from rl_async.agent_loop.chat_formats.format import SampledTurn
 from rl_async.agent_loop.chat_formats.format_registry import choose
 from rl_async.agent_loop.chat_formats.mistral import MistralFormat, parse
 from tests.support.tiny_models import byte_tokenizer
@@ -56,9 +57,9 @@ def test_calls_are_read_as_any_version_writes_them(said: str, calls: list[Any]) 
 
 
 def test_a_turn_is_read_in_parts(chat: MistralFormat) -> None:
-    found = chat.parse([*chat.encode(f"so {NAMED}"), chat.end_of_turn])
+    found = chat.parse(SampledTurn([*chat.encode(f"so {NAMED}"), chat.end_of_turn]))
     assert (found.content, [call.name for call in found.calls]) == ("so", ["f"])
-    thought = chat.parse(chat.encode(f"[THINK]maybe {NAMED}[/THINK]ok"))
+    thought = chat.parse(SampledTurn(chat.encode(f"[THINK]maybe {NAMED}[/THINK]ok")))
     assert (thought.reasoning, thought.content, thought.calls) == (f"maybe {NAMED}", "ok", [])
 
 

@@ -6,7 +6,7 @@ import jinja2
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from rl_async.agent_loop.chat_formats.format import TooLong, text_size
+from rl_async.agent_loop.chat_formats.format import SampledTurn, TooLong, text_size
 from rl_async.agent_loop.chat_formats.render import TOKEN_BYTES, ChatRenderer, TokenCache
 from rl_async.agent_loop.tiny_tokenizer import read_demos, train_tokenizer
 from rl_async.agent_loop.toy_tasks import make_data
@@ -187,7 +187,7 @@ def test_calls_within_reasoning_are_none(
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, chat_template=template)
     made.add_tokens(["<", ">", "/"])
     chat = ChatRenderer(made)
-    found = chat.parse([*chat.encode(sampled), chat.end_of_turn], prompt_ids=chat.encode(prompt))
+    found = chat.parse(SampledTurn([*chat.encode(sampled), chat.end_of_turn], chat.encode(prompt)))
     assert (found.reasoning, found.content, len(found.calls)) == (reasoning, content, calls)
 
 

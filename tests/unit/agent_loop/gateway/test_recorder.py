@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rl_async.agent_loop.chat_formats.format import Message
+from rl_async.agent_loop.chat_formats.format import Message, SampledTurn
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.gateway.chat import (
     ChatMessage,
@@ -67,7 +67,7 @@ class Talk:
         return self.answer(self.recorder.prompt(messages, tools), self.result(spoken, "stop" if ends else "length"))
 
     def answer(self, prompt: Prompt, result: GenerateResult) -> ChatMessage:
-        said = read_answer(self.renderer.parse(result.token_ids), tools=bool(prompt.tools))
+        said = read_answer(self.renderer.parse(SampledTurn(result.token_ids)), tools=bool(prompt.tools))
         self.prompts.append(prompt)
         self.results.append(result)
         self.recorder.record(prompt, result, said)
@@ -272,7 +272,7 @@ def test_a_cut_answer_is_closed_by_a_token_that_does_not_train(talk: Talk) -> No
 
 def test_answers_with_a_broken_call_are_text(renderer: ChatRenderer) -> None:
     def read(text: str, *, tools: bool) -> ChatMessage:
-        return read_answer(renderer.parse(renderer.encode(text)), tools=tools)
+        return read_answer(renderer.parse(SampledTurn(renderer.encode(text))), tools=tools)
 
     broken = 'x <tool_call>{"name": "f"}</tool_call><tool_call>{</tool_call>'
     assert read(broken, tools=True) == ChatMessage("assistant", broken)
@@ -308,7 +308,7 @@ def test_a_stop_string_cuts_tokens_log_probabilities_and_versions(
 ) -> None:
     whole = talk.result([*talk.renderer.encode("12+34-46"), talk.renderer.end_of_turn])
     cut = cut_at_stop(whole, stops, talk.renderer)
-    shown = talk.renderer.parse(cut.token_ids, stops=stops).text
+    shown = talk.renderer.parse(SampledTurn(cut.token_ids, stops=stops)).text
     n = len(cut.token_ids)
     assert (talk.renderer.turn_text(cut.token_ids), shown, cut.finish_reason) == (kept, text, "stop")
     assert cut.token_ids == whole.token_ids[:n] and cut.logprobs == whole.logprobs[:n]
