@@ -11,8 +11,14 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rl_async.agent_loop.environments.built_in import Customer, Grid, ScriptedUser, Shop, SimulatedUser
-from rl_async.agent_loop.environments.collaborative import CollaborativeUser
+from rl_async.agent_loop.environments.built_in import (
+    CollaborativeUser,
+    Customer,
+    Grid,
+    ScriptedUser,
+    Shop,
+    SimulatedUser,
+)
 from rl_async.agent_loop.environments.harbor import harbor_tasks
 from rl_async.agent_loop.environments.seeded import Gymnasium, OpenEnv, PettingZoo, ReasoningGym, text_arena
 from rl_async.agent_loop.environments.session import GameSession, Session, call_user, check_opponents
