@@ -36,7 +36,7 @@ from rl_async.insight.diagnosis import (
 )
 from rl_async.insight.live_figures import Kept, Speeds
 from rl_async.insight.roster import ProcessRecord, read_roster, said_last
-from rl_async.insight.tail import MetricsTail
+from rl_async.insight.tail import LineTail
 from rl_async.insight.terminal import printable
 from rl_async.messages import EngineRecord, GroupRecord
 from rl_async.process.http_auth import run_token
@@ -74,7 +74,7 @@ def observe(run: Path, *, stacks: bool = True) -> Observation:
     launcher, roles = launcher_of(run), [record.role for record in records]
     trouble: list[str] = []
     queue, engines = (None, ()) if launcher is None else _observe_queue(run, config, trouble)
-    metrics = MetricsTail(run / "metrics.jsonl").read()
+    metrics = LineTail(run / "metrics.jsonl").records()
     speeds = Speeds()
     for record in metrics:
         speeds.add(msgspec.convert(record | {"step": int(record["step"])}, Kept))
@@ -316,11 +316,7 @@ def observe_engines(run: Path, records: Sequence[EngineRecord]) -> tuple[Observe
     if not records:
         return ()
     token = run_token(run, "engines")
-
-    async def observe_all() -> list[ObservedEngine]:
-        return await gather_or_cancel(*(_observe_engine(record, token) for record in records))
-
-    return tuple(asyncio.run(observe_all()))
+    return tuple(asyncio.run(gather_or_cancel(*(_observe_engine(record, token) for record in records))))
 
 
 async def _observe_engine(record: EngineRecord, token: str) -> ObservedEngine:

@@ -16,7 +16,7 @@ import msgspec
 
 from rl_async.configs.schema.run import RunConfig
 from rl_async.files import UNDECODABLE, undamaged
-from rl_async.insight.tail import MetricsTail, Record, record_of
+from rl_async.insight.tail import LineTail, Record, record_of
 from rl_async.insight.terminal import printable
 from rl_async.messages import StatusReport, Turn
 from rl_async.recording import trained_file
@@ -337,7 +337,7 @@ def summary_lines(
 def held_out(folder: Path) -> dict[int, float]:
     """Return the held-out reward by the version of the weights; a resumed run replaces those of its later versions."""
     found: dict[int, float] = {}
-    for evaluation in MetricsTail(folder / "evaluations.jsonl").read():
+    for evaluation in LineTail(folder / "evaluations.jsonl").records():
         version = int(evaluation["eval/step"])
         found = {step: reward for step, reward in found.items() if step < version}
         found[version] = evaluation["eval/reward"]
@@ -370,7 +370,7 @@ def unplayed_lines(config: RunConfig, history: History, folder: Path) -> list[st
         return []
     if record["step"] + 1 < config.trainer.steps:
         return []
-    evaluations = MetricsTail(folder / "evaluations.jsonl").read()
+    evaluations = LineTail(folder / "evaluations.jsonl").records()
     if any(evaluation["eval/step"] == record["version"] for evaluation in evaluations):
         return []
     return ["held-out: the final weights were not evaluated, as no agent program played (logs/trainer-0.log)"]

@@ -48,6 +48,11 @@ class LineTail:
         """Return the new lines without their newlines, oldest first; none while the file does not exist."""
         return list(self.each())
 
+    def records(self) -> list[Record]:
+        """Return the new lines of metrics or evaluations, oldest first. Raises UserError if the file is damaged."""
+        with undamaged(self._path):
+            return list(map(record_of, self.each()))
+
     def each(self) -> Iterator[bytes]:
         """Yield the new lines one by one, so that a long file need not fit in memory."""
         if not self._path.is_file():
@@ -65,21 +70,6 @@ class LineTail:
                 self._offset += len(line)
                 self.count += 1
                 yield line[:-1]
-
-
-class MetricsTail:
-    """Reads the records added to ``metrics.jsonl`` or ``evaluations.jsonl`` since the last call.
-
-    Like ``LineTail``, it starts over with a file that replaced the last one.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._lines = path, LineTail(path)
-
-    def read(self) -> list[Record]:
-        """Return the new records, oldest first. Raises UserError if the file is damaged."""
-        with undamaged(self._path):
-            return list(map(record_of, self._lines.read()))
 
 
 # The launcher's own log, which its process writes as well, names no role.

@@ -21,7 +21,7 @@ import msgspec
 from rl_async.errors import UserError
 from rl_async.files import undamaged
 from rl_async.insight.doctor import launcher_of
-from rl_async.insight.tail import MetricsTail
+from rl_async.insight.tail import LineTail
 from rl_async.messages import Activity
 from rl_async.process.run_files import Entered, read_timeline
 from rl_async.recording import evaluations, files_of_step
@@ -313,7 +313,7 @@ def _before(metrics: Path, first: Entered | None) -> Sequence[Span]:
 def _from_metrics(metrics: Path, before: float, size: int) -> Sequence[Span]:
     """Read the steps that ended ``before``; ``size`` is part of the cache's key, so that a grown file is read again."""
     spans: list[Span] = []
-    for record in MetricsTail(metrics).read():
+    for record in LineTail(metrics).records():
         if "time" not in record or "time/step_s" not in record or record["time"] >= before:
             continue
         step, at = int(record["step"]), record["time"] - record["time/step_s"]

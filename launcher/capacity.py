@@ -14,7 +14,7 @@ import msgspec
 from rl_async.configs.load import load_config, load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
-from rl_async.insight.tail import MetricsTail
+from rl_async.insight.tail import LineTail
 from rl_async.launcher.capacity_simulation import (
     Costs,
     Device,
@@ -256,7 +256,7 @@ def memory(config: RunConfig, layout: DeviceSplit) -> int | None:
 def validate(run: Path, costs: Costs, episodes: Sequence[EpisodeShape]) -> RunComparison:
     """Simulate a recorded run with its own split of devices. Raises UserError if it is too short."""
     config = load_resolved(run / "config.yaml")
-    metrics = MetricsTail(run / "metrics.jsonl").read()[WARM:]
+    metrics = LineTail(run / "metrics.jsonl").records()[WARM:]
     if len(metrics) < 3:
         raise UserError(f"--check: {run} has fewer than {WARM + 3} recorded steps")
     layout = DeviceSplit(

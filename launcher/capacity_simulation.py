@@ -28,7 +28,7 @@ import numpy as np
 
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ProtocolError, UserError
-from rl_async.insight.tail import MetricsTail, Record
+from rl_async.insight.tail import LineTail, Record
 from rl_async.launcher.plan.memory import ModelSize
 from rl_async.messages import LeasedGroup, Refused, Reserved, TrajectoryHeader, Version, VersionRun
 from rl_async.recording import files_of_step, read_trajectories
@@ -99,10 +99,10 @@ def assumed(size: ModelSize, device: Device, tokens: int) -> Costs:
     )
 
 
-def assumed_episodes(config: RunConfig, count: int = 512) -> list[EpisodeShape]:
-    """Draw episode lengths: log-normal, with a median of a third of ``agent.max_tokens``, clipped at that maximum."""
+def assumed_episodes(config: RunConfig) -> list[EpisodeShape]:
+    """Draw 512 lengths: log-normal, with a median of a third of ``agent.max_tokens``, clipped at that maximum."""
     draw = np.random.default_rng(config.seed)
-    lengths = np.minimum(draw.lognormal(np.log(config.agent.max_tokens / 3), 0.7, count), config.agent.max_tokens)
+    lengths = np.minimum(draw.lognormal(np.log(config.agent.max_tokens / 3), 0.7, 512), config.agent.max_tokens)
     return [EpisodeShape(int(length) + 64, max(1, int(length)), 1, 0.0) for length in lengths]
 
 
@@ -125,7 +125,7 @@ def measure(run: Path, engines: int, ranks: int) -> tuple[Costs, list[EpisodeSha
     tokens took ``turn * turns``, and for each token ``base + per_sequence * (episodes of at least that length) /
     engines``.
     """
-    metrics = MetricsTail(run / "metrics.jsonl").read()[SKIPPED:]
+    metrics = LineTail(run / "metrics.jsonl").records()[SKIPPED:]
     steps = recorded_steps(run)
     if len(metrics) < 3 or len(steps) < 3:
         raise UserError(f"--run: {run} has fewer than {3 + SKIPPED} recorded steps; let it train longer")

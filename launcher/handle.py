@@ -27,7 +27,7 @@ from rl_async.errors import EXIT_STOPPED, EXIT_USER, ConfigError, RlAsyncError, 
 from rl_async.files import make_durable_folder, undamaged
 from rl_async.insight.doctor import evaluates_only, is_recorded, launcher_of
 from rl_async.insight.roster import ProcessRecord, read_roster, said_last
-from rl_async.insight.tail import LineTail, MetricsTail, Record
+from rl_async.insight.tail import LineTail, Record
 from rl_async.insight.terminal import printable
 from rl_async.insight.view.trajectories import RecordedFile, RecordedRow, lines, tokenizer_of
 from rl_async.launcher.child_process import tail_of
@@ -433,7 +433,7 @@ def _start(folder: Path, command: list[str], detach: bool) -> Run:
 def _newest(path: Path, key: str) -> list[Record]:
     """Read records by step. Those of a lineage that was resumed replace older ones from its first step on."""
     found: list[Record] = []
-    for record in MetricsTail(path).read():
+    for record in LineTail(path).records():
         while found and found[-1][key] >= record[key]:
             found.pop()
         whole = {name: int(record[name]) for name in (key, "version", "lineage") if name in record}

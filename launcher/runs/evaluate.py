@@ -463,11 +463,7 @@ class HeldOutSamples:
 
 def _forget_tokens(row: Trajectory) -> None:
     """Reduce a row to its conversation: its tokens were only the bytes of the messages."""
-    row.token_ids, row.loss_mask, row.logprobs = _nothing(np.int32), _nothing(np.bool_), _nothing(np.float32)
+    row.token_ids, row.loss_mask, row.logprobs = (np.array([], kind) for kind in (np.int32, np.bool_, np.float32))
     row.versions = []
     for turn in row.turns:
         turn.start = turn.end = 0
-
-
-def _nothing(kind: type[np.generic]) -> np.ndarray:
-    return np.array([], kind)

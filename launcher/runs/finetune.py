@@ -29,7 +29,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import EXIT_SIGNAL, DataError, UserError
 from rl_async.files import replace_file, undamaged
-from rl_async.insight.tail import MetricsTail, Record
+from rl_async.insight.tail import LineTail, Record
 from rl_async.launcher.child_process import RoleFailed, ThisMachine
 from rl_async.launcher.plan.artifacts import SFT_FILE, check_model_folder, checkpoints, origin_of
 from rl_async.launcher.plan.machine import check_trainer, cores, read_machine, settle_here, with_threads
@@ -55,13 +55,13 @@ class FinetuneView:
 
     def __init__(self, folder: Path, steps: int, begun: int, console: Console) -> None:
         self._console, self._steps, self._shown = console, steps, begun
-        self._metrics = MetricsTail(folder / "metrics.jsonl")
-        self._evaluations = MetricsTail(folder / "evaluations.jsonl")
+        self._metrics = LineTail(folder / "metrics.jsonl")
+        self._evaluations = LineTail(folder / "evaluations.jsonl")
         self._since: list[Record] = []
         self._measured, self._headed = begun > 0, False
         # Skip the records of an earlier start: ranks replace the files when they continue from a checkpoint.
-        self._metrics.read()
-        self._evaluations.read()
+        self._metrics.records()
+        self._evaluations.records()
 
     async def run(self) -> None:
         """Consumes metrics.jsonl and evaluations.jsonl; produces lines. Waits POLL_S. Runs until cancelled."""
@@ -71,11 +71,11 @@ class FinetuneView:
 
     def show_new(self) -> None:
         """Print the lines for the records since the last call."""
-        for evaluation in self._evaluations.read():
+        for evaluation in self._evaluations.records():
             if evaluation["eval/step"] == 0 and not self._measured:
                 self._measured = True
                 self._print(row(0, 0.0, None, evaluation["eval/loss"], None, None, None))
-        for record in self._metrics.read():
+        for record in self._metrics.records():
             completed = int(record["step"]) + 1
             # A step may be trained again.
             if completed <= self._shown:
@@ -128,7 +128,7 @@ def row(
 
 def summary(folder: Path, out: Path) -> str:
     """Summarize a run that wrote ``out``: held-out loss before and after, and the places of its files."""
-    evaluations = MetricsTail(folder / "evaluations.jsonl").read()
+    evaluations = LineTail(folder / "evaluations.jsonl").records()
     held_out = ""
     if evaluations:
         first, last = evaluations[0], evaluations[-1]
