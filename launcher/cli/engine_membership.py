@@ -7,27 +7,23 @@ trainer, and then requests. If it fails it is cut off and not restarted.
 import asyncio
 import secrets
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from rl_async.configs.derived import is_loopback
 from rl_async.configs.engines import EngineKind
 from rl_async.configs.load import load_resolved
-from rl_async.errors import EngineError, QueueLost, UserError
+from rl_async.errors import EngineError, UserError
 from rl_async.insight.diagnosis import ObservedEngine
 from rl_async.insight.roster import ProcessRecord
+from rl_async.launcher.cli.queue_actions import ANSWER_S, connected
 from rl_async.launcher.plan.planning import HOST
 from rl_async.messages import EngineList, EngineRecord
 from rl_async.process.http_auth import TOKEN_FILE, UNAUTHORISED, read_token, token_file
-from rl_async.process.run_files import read_endpoints
 from rl_async.rollout_server.http import EngineHttp
 from rl_async.rollout_server.pool import connect
-from rl_async.transfer_queue.auth.keys import client_keys
-from rl_async.transfer_queue.client import SyncQueueClient
 
-ANSWER_S = 5.0
 # A router over several engines is noticed unless it sends so many requests in a row to one of them.
 ASKED = 8
 LOOPBACK = (HOST, "localhost")
@@ -50,12 +46,6 @@ def table(engines: EngineList, seen: Sequence[ObservedEngine], processes: Sequen
     return "\n".join([*lines, f"published: version {engines.published}"])
 
 
-def list_engines(run: Path) -> EngineList:
-    """Return the engines of the run. Raises UserError if it is not running."""
-    with _queue(run) as queue:
-        return queue.engines()
-
-
 def add_engine(run: Path, url: str, kind: EngineKind, wait_s: float) -> EngineRecord:
     """Register the engine at ``url`` and wait until it has confirmed the published weights.
 
@@ -73,7 +63,7 @@ def add_engine(run: Path, url: str, kind: EngineKind, wait_s: float) -> EngineRe
     asyncio.run(_check_engine(url, kind, token_file(run, "engines")))
     # Names are not reused, since each stands for one process.
     engine_id = f"{ADDED}{parts.port}-{secrets.token_hex(2)}"
-    with _queue(run) as queue:
+    with connected(str(run)) as queue:
         known = queue.engines()
         for engine in known.engines:
             if _place(engine.url) == _place(url):
@@ -102,7 +92,7 @@ def remove_engine(run: Path, engine_id: str) -> None:
 
     Raises UserError if the run does not have this engine, or started it itself.
     """
-    with _queue(run) as queue:
+    with connected(str(run)) as queue:
         known = [engine.engine_id for engine in queue.engines().engines]
         if engine_id not in known:
             raise UserError(f"no engine {engine_id}; there are: {', '.join(known) or 'none'}")
@@ -136,14 +126,3 @@ async def _check_engine(url: str, kind: EngineKind, file: Path) -> None:
         await client.close()
         await stranger.close()
         await asking.close()
-
-
-@contextmanager
-def _queue(run: Path) -> Iterator[SyncQueueClient]:
-    address = read_endpoints(run).queue
-    keys = client_keys(load_resolved(run / "config.yaml"), run, "operator")
-    try:
-        with SyncQueueClient(address, role="launcher", name="engines-by-hand", timeout_s=ANSWER_S, keys=keys) as client:
-            yield client
-    except QueueLost as error:
-        raise UserError(f"{run} is not running: its queue at {address} does not answer") from error

@@ -307,9 +307,11 @@ def _verify_engine(arguments: argparse.Namespace) -> int:
 def _list_engines(arguments: argparse.Namespace) -> int:
     from rl_async.insight.doctor import observe_engines
     from rl_async.insight.roster import ROSTER_FILE, read_roster
-    from rl_async.launcher.cli.engine_membership import list_engines, table
+    from rl_async.launcher.cli.engine_membership import table
+    from rl_async.launcher.cli.queue_actions import connected
 
-    engines = list_engines(arguments.run)
+    with connected(str(arguments.run)) as queue:
+        engines = queue.engines()
     # A run whose roles were started by hand has no launcher that lists its processes.
     processes = read_roster(arguments.run) if (arguments.run / ROSTER_FILE).exists() else []
     print(table(engines, observe_engines(arguments.run, engines.engines), processes))

@@ -24,8 +24,8 @@ def add_overrides(parser: argparse.ArgumentParser, text: str = "values for confi
     parser.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help=text)
 
 
-def add_run(parser: argparse.ArgumentParser, text: str = "run folder") -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help=text)
+def add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
 
 
 def add_launch(parser: argparse.ArgumentParser) -> None:

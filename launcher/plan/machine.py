@@ -38,7 +38,7 @@ from rl_async.configs.schema.run import RunConfig, TrackerName
 from rl_async.configs.schema.trainer import SMALL_BUCKET
 from rl_async.errors import ConfigError, UserError
 from rl_async.files import DAMAGE, UNDECODABLE, replace_file
-from rl_async.installation import BESIDE_ENGINES, install_beside_engine, version
+from rl_async.installation import BESIDE_ENGINES, install_beside, version
 from rl_async.launcher.plan.artifacts import check_data, checkpoints, needs_preparation
 from rl_async.launcher.plan.memory import DTYPE_BYTES, ModelSize, gib, model_size, read_shape, tiny_shape
 from rl_async.launcher.plan.planning import THREADS, Plan, assign_devices, engine_place, engines, plan
@@ -435,10 +435,10 @@ def with_weight_way(
     return msgspec.structs.replace(config, weight_sync=settled), msgspec.structs.replace(machine, weights=line)
 
 
-def machine_bytes(root: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:
+def machine_bytes() -> int:
     """Return the memory, in bytes, of this machine or, if it is less, the limit of this cgroup (v2)."""
-    total = int(meminfo.read_text().partition("MemTotal:")[2].split()[0]) << 10
-    limit = root / "memory.max"
+    total = int(Path("/proc/meminfo").read_text().partition("MemTotal:")[2].split()[0]) << 10
+    limit = CGROUP / "memory.max"
     given = limit.read_text().strip() if limit.is_file() else "max"
     return total if given == "max" else min(total, int(given))
 
@@ -646,7 +646,7 @@ def check_engine_python(kind: str, python: str) -> None:
     if problem:
         raise UserError(
             f"rollout.python: {python} has {traits.title} but {problem} beside it; run "
-            f"`{install_beside_engine(python)}`"
+            f"`{install_beside(python, *BESIDE_ENGINES)}`"
         )
 
 
