@@ -41,11 +41,6 @@ def commit() -> str:
         return ""
 
 
-def install_beside_engine(python: str) -> str:
-    """Return the command that installs this rl-async beside an engine, and changes nothing else there."""
-    return install_beside(python, *BESIDE_ENGINES)
-
-
 def install_beside(python: str, *more: str) -> str:
     """Return the command that installs this rl-async in that Python without its dependencies, but with ``more``."""
     return shlex.join([python, "-m", "pip", "install", "--no-deps", *_pip_arguments(), *more])

@@ -93,19 +93,15 @@ def open_rows(path: str, *, seed: int = 0, parameters: Mapping[str, Any] = EMPTY
     """
     if path.startswith(GENERATED_PREFIX):
         return GeneratedRows(path.removeprefix(GENERATED_PREFIX), seed, parameters)
-    files = _open_files(path)
+    files = open_files(path)
     return files[0] if len(files) == 1 else FilesRows(path, files)
 
 
-def open_first_rows(path: str, count: int) -> list[Rows]:
-    """Open each file of a data set that is in files, with its first ``count`` rows alone, which is quick.
+def open_files(path: str, first: int | None = None) -> list[Rows]:
+    """Open each file of a data set that is in files; with only its ``first`` rows if given, which is quick.
 
     Raises DataError as ``open_rows``.
     """
-    return _open_files(path, count)
-
-
-def _open_files(path: str, first: int | None = None) -> list[Rows]:
     files = [_open_file(file, first) for file in files_of(path)]
     if not any(len(rows) for rows in files):
         raise DataError(f"{path}: it has no rows")
@@ -692,7 +688,7 @@ def check_first_rows(config: RunConfig) -> None:
             if part.path.startswith(GENERATED_PREFIX):
                 continue
             try:
-                for rows in open_first_rows(part.path, FIRST_ROWS):
+                for rows in open_files(part.path, FIRST_ROWS):
                     source = _Source(rows, part, "", None, listed)
                     for number in range(len(rows)):
                         source.at(number)
@@ -712,7 +708,7 @@ def first_task(config: RunConfig) -> Task:
     if part.path.startswith(GENERATED_PREFIX):
         rows = open_rows(part.path, seed=config.seed, parameters=part.parameters)
     else:
-        rows = open_first_rows(part.path, FIRST_ROWS)[0]
+        rows = open_files(part.path, FIRST_ROWS)[0]
     return _Source(rows, part, label, None, listed_code(config)).at(0)
 
 

@@ -21,7 +21,6 @@ class Loss:
     Attributes:
         uses_ratio: Whether it uses pi_theta / pi_old; pi_old is mu when old log-probabilities are bypassed.
         behaviour: "weighs" if it multiplies by pi_old/mu, "limits" if it bounds pi_old against mu.
-        selects: Whether it picks tokens from the whole mini-batch before its forward passes.
         options: Fields of LossOptions that it reads.
         weighs_rows: Whether it multiplies the weights of a row's tokens, so that one of the row would count too often.
         ascending: Pairs of options; the first must be below the second.
@@ -29,7 +28,6 @@ class Loss:
 
     uses_ratio: bool = True
     behaviour: Literal["unused", "weighs", "limits"] = "unused"
-    selects: bool = False
     options: tuple[str, ...] = ()
     weighs_rows: bool = False
     ascending: tuple[tuple[str, str], ...] = ()
@@ -79,13 +77,12 @@ LOSSES: dict[str, Loss] = {
     "sppo": Loss(options=("sppo_eta",)),
     "ipo": Loss(options=("ipo", "ipo_penalty")),
     "prime_rl": Loss(options=("dppo_tv", "dppo_high", "dppo_cap", "ipo_penalty")),
-    "m2po": Loss(behaviour="limits", selects=True, options=("m2po",)),
+    "m2po": Loss(behaviour="limits", options=("m2po",)),
     "clip_cov": Loss(
-        selects=True,
         options=("clip_dual", "clip_cov_share", "clip_cov_low", "clip_cov_high"),
         ascending=(("clip_cov_low", "clip_cov_high"),),
     ),
-    "kl_cov": Loss(selects=True, options=("kl_cov_share", "kl_cov_coef")),
+    "kl_cov": Loss(options=("kl_cov_share", "kl_cov_coef")),
 }
 
 ADVANTAGES: dict[str, Advantage] = {

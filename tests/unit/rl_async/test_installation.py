@@ -25,7 +25,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def came_from(installed: Path, **source: Any) -> list[str]:
     """Record the source as pip does; return the arguments of pip that install the same."""
     (installed / "direct_url.json").write_text(json.dumps(source))
-    words = shlex.split(installation.install_beside_engine("/a folder/python"))
+    words = shlex.split(installation.install_beside("/a folder/python", *installation.BESIDE_ENGINES))
     assert words[:5] == ["/a folder/python", "-m", "pip", "install", "--no-deps"] and words[-1] == "xxhash"
     return words[5:-1]
 
@@ -42,7 +42,7 @@ def test_the_version_is_that_of_the_installation(
 
 
 def test_the_same_rl_async_comes_from_where_this_one_came(installed: Path, tmp_path: Path) -> None:
-    words = shlex.split(installation.install_beside_engine("python"))
+    words = shlex.split(installation.install_beside("python", *installation.BESIDE_ENGINES))
     assert words[5:-1] == ["rl-async==7.8"] and installation.commit() == ""
     place = tmp_path / "a folder"
     place.mkdir()

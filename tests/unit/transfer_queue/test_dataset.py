@@ -28,7 +28,7 @@ from rl_async.transfer_queue.dataset import (
     check_first_rows,
     fill,
     make_sources,
-    open_first_rows,
+    open_files,
     open_rows,
     templated,
     to_task,
@@ -401,9 +401,9 @@ def test_of_each_file_the_first_rows_are_those_of_the_whole(tmp_path: Path) -> N
         file.write_table(table.slice(0, 0), row_group_size=7)
         file.write_table(table, row_group_size=7)
     pq.write_table(table.slice(0, 0), tmp_path / "b.parquet")
-    assert [list(found) for found in open_first_rows(str(tmp_path), 3)] == [rows[:3], []]
+    assert [list(found) for found in open_files(str(tmp_path), 3)] == [rows[:3], []]
     path = jsonl(tmp_path / "rows.jsonl", rows)
-    assert [list(found) for found in open_first_rows(path, 3)] == [rows[:3]]
+    assert [list(found) for found in open_files(path, 3)] == [rows[:3]]
 
 
 def test_long_prompts_are_named(tmp_path: Path) -> None:
