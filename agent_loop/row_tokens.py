@@ -25,6 +25,7 @@ class RowTokens:
         self._versions: list[VersionRun] = []
         self._constrained: list[tuple[int, int]] = []
         self._experts: list[np.ndarray] = []
+        self._kept: list[list[int]] = []
         self.sampled = self.routed = 0
         self.add(token_ids, images)
 
@@ -57,6 +58,7 @@ class RowTokens:
         if constrained and result.token_ids:
             self._constrained.append((self.sampled, self.sampled + len(result.token_ids)))
         self.sampled += len(result.token_ids)
+        self._kept += [sorted(token for token, _ in place) for place in result.alternatives]
         if result.routes is not None and result.routes.start <= self.routed:
             # The first record of a token stays.
             new = result.routes.experts[self.routed - result.routes.start :]
@@ -64,8 +66,11 @@ class RowTokens:
             self.routed += len(new)
 
     def arrays(self) -> dict[str, Any]:
-        """Return these fields of a Trajectory: token_ids, loss_mask, logprobs, versions, constrained,
-        media and routed_experts."""
+        """Return these fields of a Trajectory: token_ids, loss_mask, logprobs, versions, constrained, media,
+        routed_experts and, of a truncating sampler, kept_tokens."""
+        kept = np.full((len(self._kept), max(map(len, self._kept), default=0)), -1, np.int32)
+        for row, tokens in zip(kept, self._kept, strict=True):
+            row[: len(tokens)] = tokens
         return {
             "token_ids": np.array(self.token_ids, np.int32),
             "loss_mask": np.array(self._mask, np.bool_),
@@ -74,6 +79,7 @@ class RowTokens:
             "constrained": list(self._constrained),
             "media": [Media(sha256=image.sha256, mime=image.mime, position=image.position) for image in self.images],
             "routed_experts": np.concatenate(self._experts) if self._experts else None,
+            "kept_tokens": kept if self._kept else None,
         }
 
 
@@ -109,7 +115,9 @@ def trajectories(
             segment=segment,
             role=role,
             partition=group.partition,
-            **row.tokens.arrays() | ({} if trains else {"routed_experts": None}),
+            **row.tokens.arrays()
+            | ({} if trains else {"routed_experts": None})
+            | ({} if trains and sampling.truncating else {"kept_tokens": None}),
             sampling=sampling,
             reward=0.0,
             baseline=baseline,

@@ -518,7 +518,30 @@ def _quantization(c: RunConfig) -> str | None:
     return None
 
 
-ENGINE_RULES: tuple[Rule, ...] = (_count, _args, _abilities, _lending, _ranks, _quantization)
+def _truncation(c: RunConfig) -> str | None:
+    """Engines name the tokens that were kept, and every model of the trainer renormalises over them."""
+    if c.rollout.truncation is None:
+        return None
+    for kind, traits in engine_traits(c).items():
+        if not traits.names_kept_tokens:
+            able = " or ".join(name for name, them in ENGINES.items() if them.names_kept_tokens)
+            return (
+                f"rollout.truncation: rollout.engine={kind} does not name the tokens that were kept; use "
+                f"rollout.engine={able}"
+            )
+    whole = {
+        "trainer.backend=megatron": c.trainer.backend == "megatron",
+        "algorithm.teacher": c.algorithm.teacher is not None,
+        "algorithm.kl.estimator=full": c.algorithm.keeps_distributions,
+        "algorithm.advantage=prime": c.algorithm.advantage == "prime",
+    }
+    for key, there in whole.items():
+        if there:
+            return f"rollout.truncation: {key} needs distributions over the whole vocabulary; leave one of them out"
+    return None
+
+
+ENGINE_RULES: tuple[Rule, ...] = (_count, _args, _abilities, _lending, _ranks, _quantization, _truncation)
 
 
 # Keys of `agent` that only agent workers read.

@@ -94,6 +94,7 @@ class EngineTraits:
         json_schemas: Whether it can keep answers to a JSON schema, by masks of tokens.
         json_package: The module that it needs for that, in the Python of rl-async.
         cpu_sleeps: Whether sleep frees its memory on a CPU, too.
+        names_kept_tokens: Whether it names the tokens that top-k and top-p left, with log-probabilities over them.
         records_routes: Whether it can say which experts of a mixture each token went through.
         route_flags: Flags for that; an engine with such flags needs a GPU, and no pipeline stages, to record routes.
     """
@@ -135,6 +136,7 @@ class EngineTraits:
     json_schemas: bool = True
     json_package: str = ""
     cpu_sleeps: bool = True
+    names_kept_tokens: bool = True
     records_routes: bool = True
     route_flags: tuple[str, ...] = ()
 
@@ -351,6 +353,8 @@ SGLANG = EngineTraits(
     loads_adapters=False,
     takes_slices=False,
     reports_pause=False,
+    # Its log-probabilities are those of the distribution before the truncation.
+    names_kept_tokens=False,
     # SGLang has a flag for it, which has not been tried here.
     records_routes=False,
     # SGLang needs a tokenizer for them.

@@ -25,7 +25,7 @@ from xxhash import xxh3_128_hexdigest
 
 from rl_async.errors import ProtocolError
 
-SCHEMA = 12
+SCHEMA = 13
 
 
 # (group, sample, segment)
@@ -294,6 +294,9 @@ class Trajectory(msgspec.Struct, kw_only=True, gc=False):
     that the row's first R tokens went through in the engine, up to the last one that a later token was sampled from;
     None if no engine recorded them.
 
+    kept_tokens int32[S, K], ascending and filled up with -1, are the tokens that ``sampling`` left to choose each of
+    the S sampled tokens from, over which logprobs are renormalised; None if it truncates nothing.
+
     ``constrained`` are runs (start, end) of sampled tokens that a grammar's mask restricted. ``reward_reasons`` are
     those of parts, or of an agent program's whole reward as ``reward``. finish_reason: stop, length, max_turns,
     tool_calls, abort, error or timeout. ``error`` says why the episode or its scoring failed, if it did. ``timings``
@@ -330,6 +333,7 @@ class Trajectory(msgspec.Struct, kw_only=True, gc=False):
     activities: list[Activity] = []
     media: list[Media] = []
     routed_experts: np.ndarray | None = None
+    kept_tokens: np.ndarray | None = None
     ground_truth: str = ""
     data_source: str = ""
     # Whether the episode has a trace.
@@ -344,7 +348,7 @@ class Trajectory(msgspec.Struct, kw_only=True, gc=False):
         """The control header that travels in front of this trajectory.
 
         Raises ProtocolError naming the field if the arrays are not one number per token each, or one record per token
-        at most.
+        at most, or if a sampled token is not among those that it was chosen from.
         """
         self._check_arrays()
         ids, mask = self.token_ids, self.loss_mask
@@ -392,6 +396,17 @@ class Trajectory(msgspec.Struct, kw_only=True, gc=False):
             raise ProtocolError(
                 f"routed_experts of group {self.group_id} sample {self.sample} are {experts.dtype}"
                 f"{list(experts.shape)}, not uint8 or uint16 [at most {len(ids)} tokens, layers, experts per token]"
+            )
+        kept, sampled = self.kept_tokens, ids[self.loss_mask]
+        if kept is not None and (
+            kept.ndim != 2
+            or kept.dtype != np.int32
+            or len(kept) != len(sampled)
+            or not (kept == sampled[:, None]).any(1).all()
+        ):
+            raise ProtocolError(
+                f"kept_tokens of group {self.group_id} sample {self.sample} are {kept.dtype}{list(kept.shape)}, not "
+                f"int32 [{len(sampled)} sampled tokens, tokens to choose from] that hold each sampled token"
             )
 
     def tokens_hash(self) -> str:

@@ -73,6 +73,7 @@ def read_trajectories(path: Path) -> list[Trajectory]:
         row.token_ids = row.token_ids.astype(np.int32)
         row.loss_mask = row.loss_mask.astype(bool)
         row.logprobs = row.logprobs.astype(np.float32)
+        row.kept_tokens = None if row.kept_tokens is None else row.kept_tokens.astype(np.int32)
     return rows
 
 

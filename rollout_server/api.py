@@ -8,6 +8,7 @@ and ``sglang/`` implement all of them.
 ``continuation`` is the request that continues a partial answer on another engine.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
@@ -19,6 +20,12 @@ from rl_async.messages import Media, Sampling, Version, VersionRun
 
 PauseMode = Literal["keep", "wait", "abort"]
 FinishReason = Literal["stop", "length", "abort"]
+# The likeliest tokens that engines give, and so the most that a truncating sampler may keep; vLLM's own default.
+MOST_ALTERNATIVES = 20
+# The log-probability of a token that the sampler dropped is at most this in vLLM's answers, which have no infinity.
+DROPPED = -9999.0
+# A kept set's probabilities sum to 1, but for the rounding of a normaliser over the vocabulary and of its logits.
+WHOLE = 1e-3
 # Called with all tokens sampled so far, whenever more arrive.
 Heard = Callable[[Sequence[int]], None]
 
@@ -57,7 +64,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     json_schema: str = ""
     # The first token whose experts are wanted, if the engine records them.
     routed_from: int = 0
-    # So many of the likeliest tokens are wanted for each sampled one; SGLang gives none.
+    # So many of the likeliest tokens are wanted for each sampled one, at most MOST_ALTERNATIVES; SGLang gives none.
     alternatives: int = 0
     # The parent (W3C) of the engine's spans. Without one, the engine adds no spans.
     traceparent: str = ""
@@ -89,7 +96,8 @@ class GenerateResult(msgspec.Struct, frozen=True, kw_only=True):
     engine: str = ""
     # Set if the engine records experts.
     routes: Routes | None = None
-    # For each sampled token the likeliest ones and their log-probabilities, likeliest first, if they were asked for.
+    # For each sampled token the likeliest ones and their log-probabilities, likeliest first, if they were asked for; of
+    # a truncating sampler all that it kept.
     alternatives: list[list[tuple[int, float]]] = []
 
 
@@ -166,6 +174,7 @@ class IncomingAnswer:
     def __init__(self, url: str, request: GenerateRequest, read_version: ReadVersion) -> None:
         self._url, self._oldest, self._read_version = url, request.min_version, read_version
         self._prompt, self._routed_from = len(request.token_ids), request.routed_from
+        self._truncating = bool(request.alternatives) and request.sampling.truncating
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._alternatives: list[list[tuple[int, float]]] = []
@@ -178,9 +187,21 @@ class IncomingAnswer:
         logprobs: Sequence[float],
         alternatives: Sequence[list[tuple[int, float]]] = (),
     ) -> None:
-        """Append sampled tokens. Raises EngineRejected unless each has one log-probability."""
+        """Append sampled tokens. Raises EngineRejected unless each has one log-probability.
+
+        Of a truncating sampler the alternatives are the kept tokens; raises EngineRejected unless they are all there.
+        """
         if len(logprobs) != len(tokens):
             raise EngineRejected(f"{self._url} answered without one log-probability per sampled token")
+        if self._truncating:
+            alternatives = [[one for one in place if one[1] > DROPPED] for place in alternatives]
+            sums = [math.fsum(math.exp(logprob) for _, logprob in place) for place in alternatives]
+            if len(sums) != len(tokens) or any(abs(total - 1) > WHOLE for total in sums):
+                raise EngineRejected(
+                    f"{self._url} did not name all tokens that rollout.truncation kept: their probabilities sum to "
+                    f"{min(sums, default=0):.4g}; start vLLM with --logprobs-mode processed_logprobs, use a newer one, "
+                    "or set a smaller rollout.truncation.top_k"
+                )
         self._tokens += tokens
         self._logprobs += logprobs
         self._alternatives += alternatives

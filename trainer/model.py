@@ -205,7 +205,7 @@ class Headed(torch.nn.Module):
         hidden = packed.predicting(states)
         if self.has_logits:
             head = LogitHead(self.lm.lm_head.weight, self.lm.lm_head.bias, logit_form(self.lm.config))
-            outputs |= token_stats(hidden, head, packed.targets, packed.temperature, requested)._asdict()
+            outputs |= token_stats(hidden, head, packed.targets, packed.temperature, requested, packed.kept)._asdict()
             if "distribution" in requested:
                 outputs["distribution"] = head_logits(hidden, head, packed.temperature).log_softmax(-1)
         if not self.has_logits or "values" in requested:
@@ -222,6 +222,8 @@ class Headed(torch.nn.Module):
             return {"values": self._values(hidden[:, :-1])}
         out = self.lm(**inputs, use_cache=False, output_hidden_states="values" in requested)
         logits = out.logits[:, :-1].float() / batch.temperature
+        if batch.kept is not None:
+            logits = restricted(logits.flatten(0, 1), batch.kept[:, 1:].flatten(0, 1)).view_as(logits)
         outputs = policy_outputs(logits, batch.tokens[:, 1:], requested - {"values"})
         values = self._values(out.hidden_states[-1][:, :-1]) if "values" in requested else None
         return {name: getattr(outputs, name) for name in outputs.__struct_fields__} | {"values": values}
@@ -350,6 +352,7 @@ def token_stats(
     targets: Tensor,
     temperature: Tensor,
     requested: frozenset[str] = frozenset(),
+    kept: Tensor | None = None,
     chunk_logits: int | None = None,
     product_rows: int | None = None,
 ) -> TokenStats:
@@ -360,6 +363,7 @@ def token_stats(
         targets: int64 [N].
         temperature: float32 [N].
         requested: of "entropy" and "sum_squares"; other names are ignored.
+        kept: int64 [N, K], the tokens that the distribution is over (``restricted``); None for the whole vocabulary.
         chunk_logits: logits in memory at once, in float32; by default as suits the device.
         product_rows: rows whose gradients by logits, in the weight's type, are in memory at once and enter one product;
             by default as suits the device, and at least a chunk.
@@ -367,7 +371,9 @@ def token_stats(
     chunk = max(1, (chunk_logits or _chunk_logits(hidden.device)) // head.weight.shape[0])
     block = max(chunk, product_rows or (0 if hidden.device.type == "cpu" else GPU_PRODUCT_ROWS))
     flags = "entropy" in requested, "sum_squares" in requested
-    result: Any = _Chunked.apply(hidden, head.weight, head.bias, targets, temperature, head.form, flags, (chunk, block))
+    result: Any = _Chunked.apply(
+        hidden, head.weight, head.bias, targets, temperature, kept, head.form, flags, (chunk, block)
+    )
     return TokenStats(*result)
 
 
@@ -388,6 +394,22 @@ def head_logits(hidden: Tensor, head: LogitHead, temperature: Tensor) -> Tensor:
     return logits.mul_(form.scale / form.softcap).tanh().mul(form.softcap / temperature[:, None])
 
 
+# In place of minus infinity, which times a probability of 0 is not a number.
+NEVER = -1e30
+
+
+def restricted(logits: Tensor, kept: Tensor) -> Tensor:
+    """Return logits [N, V] with those of all tokens but ``kept`` [N, K] so low that they have probability 0.
+
+    -1 in ``kept`` stands for no token, and a row of nothing else keeps the whole vocabulary. So a softmax is over the
+    tokens that a truncating sampler chose from ("Keep Sampling Mask", DeepSeek-V3.2, arXiv:2512.02556, section 3.1).
+    """
+    vocabulary = logits.shape[1]
+    dropped = (kept >= 0).any(1, keepdim=True).repeat(1, vocabulary + 1)
+    dropped.scatter_(1, kept.remainder(vocabulary + 1), torch.zeros_like(kept, dtype=torch.bool))
+    return logits.masked_fill(dropped[:, :vocabulary], NEVER)
+
+
 class _Chunked(torch.autograd.Function):
     """With p = softmax(z), H the entropy and S = sum p^2, the gradients by the logits z are:
 
@@ -402,6 +424,7 @@ class _Chunked(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         temperature: Tensor,
+        kept: Tensor | None,
         form: LogitForm,
         flags: tuple[bool, bool],
         sizes: tuple[int, int],
@@ -413,6 +436,8 @@ class _Chunked(torch.autograd.Function):
         for start in range(0, rows, chunk):
             part = slice(start, start + chunk)
             z = head_logits(hidden[part], head, temperature[part])
+            if kept is not None:
+                z = restricted(z, kept[part])
             normaliser[part] = z.logsumexp(-1)
             logprobs[part] = z.gather(1, targets[part, None])[:, 0] - normaliser[part]
             if entropy is None and squares is None:
@@ -423,13 +448,13 @@ class _Chunked(torch.autograd.Function):
             if entropy is not None:
                 entropy[part] = -(z.exp() * z).sum(-1)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, bias, targets, temperature, normaliser, entropy, squares)
+        ctx.save_for_backward(hidden, weight, bias, targets, temperature, kept, normaliser, entropy, squares)
         ctx.form, ctx.sizes = form, sizes
         return logprobs, entropy, squares
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, temperature, normaliser, entropy, squares = ctx.saved_tensors
+        hidden, weight, bias, targets, temperature, support, normaliser, entropy, squares = ctx.saved_tensors
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if to_hidden else None
         d_weight = torch.zeros_like(weight, dtype=normaliser.dtype) if to_weight else None
@@ -444,6 +469,8 @@ class _Chunked(torch.autograd.Function):
                 part = slice(start, min(start + chunk, last))
                 z = head_logits(hidden[part], head, temperature[part])
                 slope = _slope(z, ctx.form, temperature[part])
+                if support is not None:
+                    z = restricted(z, support[part])
                 z -= normaliser[part, None]
                 x = _Rows(targets[part], *(None if t is None else t[part, None] for t in (entropy, squares, *grads)))
                 by_logits = _by_logits(z, x).mul_(slope)
@@ -463,7 +490,7 @@ class _Chunked(torch.autograd.Function):
             d_hidden,
             None if d_weight is None else d_weight.to(weight.dtype),
             None if d_bias is None else d_bias.to(weight.dtype),
-            *(None,) * 5,
+            *(None,) * 6,
         )
 
 

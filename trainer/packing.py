@@ -62,10 +62,12 @@ def prefix_tree(
     temperatures: Sequence[float],
     least: int = LEAST,
     experts: np.ndarray | None = None,
+    kept: np.ndarray | None = None,
 ) -> PrefixTree | None:
     """Find the prefixes that rows [B, T] share, or return None without any. Runs shorter than ``least`` are not shared.
 
-    Tokens that went through other ``experts`` [B, T, layers, k] are not the same.
+    Tokens that went through other ``experts`` [B, T, layers, k], or were chosen from other ``kept`` tokens [B, T, K],
+    are not the same.
     """
     building = _Building(least)
     paths: dict[int, np.ndarray] = {}
@@ -77,9 +79,10 @@ def prefix_tree(
         assert row is not None
         alike = last is not None and temperatures[last] == temperatures[row]
         common = _common(rows[last], rows[row]) if alike and last is not None else 0
-        if common and experts is not None:
-            differ = (experts[last, :common] != experts[row, :common]).any((1, 2))
-            common = int(differ.argmax()) if differ.any() else common
+        for record in (experts, kept):
+            if common and record is not None:
+                differ = (record[last, :common] != record[row, :common]).reshape(common, -1).any(1)
+                common = int(differ.argmax()) if differ.any() else common
         shared = building.add(len(rows[row]), common)
         new = np.arange(building.tokens - (len(rows[row]) - shared), building.tokens)
         path = paths[row] = np.concatenate([path[:shared], new])
@@ -161,6 +164,7 @@ class Tensors(msgspec.Struct):
         tree: The prefixes that rows share, for a model that computes them once.
         experts: The experts that the engines chose, -1 where they were not recorded; on the host.
         images: The images that rows show; None without any.
+        kept: The tokens that a token was chosen from, filled up with -1, which all are where no sampler dropped any.
     """
 
     tokens: Tensor  # int64 [B, T]
@@ -170,6 +174,7 @@ class Tensors(msgspec.Struct):
     tree: PrefixTree | None = None
     experts: Tensor | None = None  # int16 [B, T, layers, k]
     images: Images | None = None
+    kept: Tensor | None = None  # int64 [B, T, K]
     # The results of ``packed`` with prefixes shared and apart; None if they are not kept.
     packings: "dict[bool, Packed | PackedTree] | None" = None
 
@@ -204,13 +209,15 @@ def collate(
     """Pad rows to a micro-batch on ``device``. ``mask`` [B, T-1] has the tokens that train, by default all sampled;
     ``images`` are those of the rows.
 
-    Raises DataError if rows whose routers are to be replayed name experts of different models.
+    Raises DataError if rows whose routers are to be replayed name experts of different models, or if a row of a
+    truncating sampler does not name the tokens that were kept.
     """
     shape = len(rows), max(max(len(row.token_ids) for row in rows), 2)
     tokens, sampled = np.zeros(shape, np.int64), np.zeros(shape, bool)
     for i, row in enumerate(rows):
         tokens[i, : len(row.token_ids)], sampled[i, : len(row.token_ids)] = row.token_ids, row.loss_mask
     experts = _experts(rows, shape[1]) if replay_routers else None
+    kept = _kept(rows, shape[1])
     # Tokens that show different images are different, and positions follow from the images before.
     known = (
         tokens
@@ -223,10 +230,30 @@ def collate(
         lengths=torch.tensor(lengths),
         mask=to_device(torch.from_numpy(sampled[:, 1:]) if mask is None else mask, device),
         temperature=to_device(torch.tensor(temperatures), device)[:, None, None],
-        tree=prefix_tree(known, lengths, temperatures, experts=experts) if share_prefixes else None,
+        tree=prefix_tree(known, lengths, temperatures, experts=experts, kept=kept) if share_prefixes else None,
         experts=None if experts is None else torch.from_numpy(experts),
         images=images,
+        kept=None if kept is None else to_device(torch.from_numpy(kept), device),
     )
+
+
+def _kept(rows: Sequence[Trajectory], width: int) -> np.ndarray | None:
+    """Pad the tokens that each token of the rows was chosen from, int64 [B, width, K], with -1; None without any."""
+    for row in rows:
+        if row.sampling.truncating and row.kept_tokens is None and row.loss_mask.any():
+            raise DataError(
+                f"group {row.group_id} sample {row.sample} was sampled with top_p={row.sampling.top_p:g}, "
+                f"top_k={row.sampling.top_k} and min_p={row.sampling.min_p:g} and does not name the tokens that were "
+                "kept, so its log-probabilities cannot be compared; sample with rollout.truncation"
+            )
+    most = max((row.kept_tokens.shape[1] for row in rows if row.kept_tokens is not None), default=0)
+    if not most:
+        return None
+    kept = np.full((len(rows), width, most), -1, np.int64)
+    for padded, row in zip(kept, rows, strict=True):
+        if row.kept_tokens is not None:
+            padded[np.flatnonzero(row.loss_mask), : row.kept_tokens.shape[1]] = row.kept_tokens
+    return kept
 
 
 def _experts(rows: Sequence[Trajectory], width: int) -> np.ndarray | None:
@@ -326,6 +353,7 @@ class Packed:
         shape: B and T-1.
         experts: The experts to replay, -1 to leave a token to the router.
         images: The images that tokens show.
+        kept: The tokens that the target was chosen from, as in ``Tensors``.
     """
 
     tokens: Tensor  # int64 [1, N]
@@ -338,6 +366,7 @@ class Packed:
     shape: tuple[int, int]
     experts: Tensor | None = None  # int16 [N, layers, k]
     images: Images | None = None
+    kept: Tensor | None = None  # int64 [N, K]
 
     @cached_property
     def calls(self) -> RowCalls:
@@ -367,6 +396,7 @@ class Packed:
             targets=pad(self.targets, (0, missing))[mine],
             temperature=pad(self.temperature, (0, missing), value=1.0)[mine],
             experts=None if self.experts is None else pad(self.experts, (0, 0, 0, 0, 0, missing), value=-1)[mine],
+            kept=None if self.kept is None else pad(self.kept, (0, 0, 0, missing), value=-1)[mine],
         )
 
     def predicting(self, hidden: Tensor) -> Tensor:
@@ -396,6 +426,10 @@ def pack(batch: Tensors) -> Packed:
     experts = None if batch.experts is None else to_device(batch.experts.flatten(0, 1).index_select(0, source), device)
     source, predicts, row = (to_device(index, device) for index in (source, predicts, row))
     tokens = batch.tokens.flatten().index_select(0, source)
+    kept = None
+    if batch.kept is not None:
+        chosen_from = batch.kept.flatten(0, 1).index_select(0, source)
+        kept = torch.full_like(chosen_from, -1).index_copy(0, predicts, chosen_from.index_select(0, predicts + 1))
     return Packed(
         tokens=tokens[None],
         positions=to_device(position, device)[None],
@@ -407,6 +441,7 @@ def pack(batch: Tensors) -> Packed:
         shape=(rows, width - 1),
         experts=experts,
         images=None if batch.images is None else batch.images.packed(source),
+        kept=kept,
     )
 
 
@@ -448,6 +483,7 @@ class PackedTree:
         shape: B and T-1.
         experts: The experts to replay, -1 to leave a token to the router.
         images: The images that tokens show.
+        kept: The tokens that the target was chosen from, as in ``Tensors``.
     """
 
     tokens: Tensor  # int64 [1, N]
@@ -461,6 +497,7 @@ class PackedTree:
     shape: tuple[int, int]
     experts: Tensor | None = None  # int16 [N, layers, k]
     images: Images | None = None
+    kept: Tensor | None = None  # int64 [M, K]
 
     def backbone_inputs(self) -> dict[str, Any]:
         """Arguments of a decoder of Transformers; our attention reads ``packed_tree``."""
@@ -509,6 +546,7 @@ def pack_tree(batch: Tensors, tree: PrefixTree) -> PackedTree:
         shape=(rows, width - 1),
         experts=None if batch.experts is None else on_device(batch.experts.flatten(0, 1).numpy()[tree.places]),
         images=None if batch.images is None else batch.images.packed(source),
+        kept=None if batch.kept is None else batch.kept.flatten(0, 1)[source[predicted]],
     )
 
 

@@ -28,7 +28,7 @@ from rl_async.agent_loop.chat_formats.format import (
     before_stops,
     without_beginnings,
 )
-from rl_async.agent_loop.episode import policy_sampling
+from rl_async.agent_loop.episode import kept_alternatives, policy_sampling
 from rl_async.agent_loop.gateway.chat import (
     ASSISTANT,
     OWN_TURN,
@@ -411,6 +411,7 @@ class GatewayEpisode:
             token_ids=given,
             images=list(prompt.images),
             sampling=self._sampling,
+            alternatives=kept_alternatives(self._sampling),
             max_tokens=room if request.max_tokens is None else min(room, request.max_tokens),
             stop_token_ids=self._chat.stop_token_ids,
             min_version=self.group.min_version,

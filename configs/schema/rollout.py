@@ -275,6 +275,16 @@ class AgentConfig(Config, frozen=True):
 DATA_PARALLEL = "--data-parallel-size"
 
 
+class TruncationConfig(Config, frozen=True, kw_only=True):
+    """The tokens that are sampled at all, in training and evaluation. The trainer renormalises over the same ones."""
+
+    # As many as engines name for each sampled token (``rollout_server/api.py``). One alone would teach nothing.
+    top_k: Annotated[int, Meta(ge=2, le=20, description="So many of the likeliest tokens; engines name no more.")]
+    top_p: Annotated[
+        float, Meta(gt=0, le=1, description="Of these, the likeliest whose probabilities sum to at least this.")
+    ] = 1.0
+
+
 class RolloutConfig(Config, frozen=True):
     engine: Annotated[
         EngineKind | tuple[EngineKind, ...], doc("Kind of rollout engine, or a list with one kind per engine.")
@@ -308,6 +318,9 @@ class RolloutConfig(Config, frozen=True):
     ] = None
     group_size: Annotated[Positive, doc("Trajectories sampled per task.")] = 16
     temperature: Annotated[float, Meta(gt=0, description="Sampling temperature for training.")] = 1.0
+    truncation: Annotated[
+        TruncationConfig | None, doc("Sample by top-k and top-p, and train on that distribution; unset: all tokens.")
+    ] = None
     max_tokens: Annotated[Positive, doc("Sampled tokens per turn.")] = 64
     max_batch_size: Annotated[Positive, doc("Concurrent sequences per engine.")] = 256
     max_model_len: Annotated[Positive, doc("Longest sequence that an engine accepts, in tokens.")] = 256

@@ -93,7 +93,7 @@ class _Reporting:
 
     async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult:
         """Sample a continuation, as the source does."""
-        asked = msgspec.structs.replace(request, alternatives=ALTERNATIVES)
+        asked = msgspec.structs.replace(request, alternatives=max(ALTERNATIVES, request.alternatives))
         self.newest = await self._source.generate(asked, session=session, heard=self.heard)
         return self.newest
 

@@ -11,6 +11,7 @@ attend in blocks.
 
 import inspect
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -667,7 +668,9 @@ class EngineCore:
         for row, sequence in enumerate(batch):
             if sequence.alternatives:
                 found = distribution[row].topk(min(sequence.alternatives, distribution.shape[1]))
-                sequence.likeliest.append(list(zip(found.indices.tolist(), found.values.tolist(), strict=True)))
+                pairs = zip(found.indices.tolist(), found.values.tolist(), strict=True)
+                # Tokens that the sampler dropped, or a grammar, have no logarithm that JSON could hold.
+                sequence.likeliest.append([pair for pair in pairs if pair[1] > -math.inf])
         return sampler.draw(distribution)
 
     def _append(self, batch: list[Sequence], tokens: Tensor, logprobs: Tensor) -> list[Sequence]:

@@ -19,7 +19,7 @@ from rl_async.errors import EngineLost, EngineRejected, TrainerReplaced
 from rl_async.launcher.cli.engine_verification import verify
 from rl_async.messages import Sampling, Version, VersionRun
 from rl_async.process.http_auth import bearer
-from rl_async.rollout_server.api import GenerateRequest, GenerateResult
+from rl_async.rollout_server.api import MOST_ALTERNATIVES, GenerateRequest, GenerateResult
 from rl_async.rollout_server.vllm.client import VllmEngine
 from rl_async.trainer.packing import Tensors
 from rl_async.trainer.teacher import TeacherEndpoint, check_tokenizers
@@ -155,6 +155,19 @@ async def test_it_is_verified_against_its_own_weights_and_no_others(
     await send(engine, tensors(model_folder, 1.5), V1)
     found = await asyncio.to_thread(verify, engine.url, model_folder, 4, 1e-2, token=peer.token)
     assert not found.ok and "--tolerance" in found.text(), "not taken for the fault that --logprobs-mode mends"
+
+
+async def test_a_truncating_sampler_names_what_it_kept(engine: VllmEngine, model_folder: Path) -> None:
+    sampling = Sampling(temperature=0.7, top_p=0.8, top_k=5)
+    request = ask(sampling=sampling, alternatives=MOST_ALTERNATIVES)
+    got = await engine.generate(request)
+    logits = reference(model_folder, request.token_ids + got.token_ids)[len(request.token_ids) - 1 : -1].double() / 0.7
+    assert len(got.alternatives) == len(got.token_ids) == 16
+    for z, token, logprob, place in zip(logits, got.token_ids, got.logprobs, got.alternatives, strict=True):
+        kept = [each for each, _ in place]
+        assert token in kept and 1 <= len(kept) <= 5 and {*kept} <= {*z.topk(5).indices.tolist()}
+        over_them = z - z[kept].logsumexp(0)
+        assert logprob == pytest.approx(over_them[token].item(), abs=1e-3)
 
 
 async def test_greedy_and_stop_tokens(engine: VllmEngine, model_folder: Path) -> None:

@@ -22,6 +22,17 @@ USER = ["agent.environment=simulated_user", "agent.user={system: hi}"]
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
+        (["rollout.engine=sglang", "rollout.truncation={top_k: 5}"], ["rollout.truncation", "rollout.engine=sglang"]),
+        (["rollout.truncation={top_k: 5}", "trainer.backend=megatron"], ["rollout.truncation", "trainer.backend"]),
+        (["rollout.truncation={top_k: 5}", "algorithm.teacher={path: m}"], ["rollout.truncation", "algorithm.teacher"]),
+        (
+            ["rollout.truncation={top_k: 5}", "algorithm.kl={coef: 0.1, estimator: full}"],
+            ["rollout.truncation", "algorithm.kl.estimator=full"],
+        ),
+        (
+            ["rollout.truncation={top_k: 5}", "algorithm.advantage=prime", "critic={}"],
+            ["rollout.truncation", "algorithm.advantage=prime"],
+        ),
         (["rollout.engine=[embedded, vllm]"], ["rollout.engine", "rollout.engines=1"]),
         (["rollout.engine_args=[--block-size, '32']"], ["rollout.engine_args"]),
         (

@@ -75,6 +75,41 @@ def test_values_and_gradients_equal_the_dense_ones(
         assert torch.allclose(one, other, atol=1e-12)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows_at_once", [2, ROWS])
+def test_kept_tokens_are_a_distribution_of_their_own(form: LogitForm, rows_at_once: int) -> None:
+    """Against autograd through the kept logits alone, in float64. The first row keeps all, the last only its target."""
+    hidden, weight, bias, targets, temperature = inputs()
+    kept = torch.full((ROWS, 4), -1)
+    for row in range(1, ROWS):
+        others = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(row))[: row % 4]
+        chosen = torch.cat([targets[row, None], others]).unique() if row < ROWS - 1 else targets[row, None]
+        kept[row, : len(chosen)] = chosen
+    every = frozenset({"entropy", "sum_squares"})
+    got = token_stats(
+        hidden, LogitHead(weight, bias, form), targets, temperature, every, kept, chunk_logits=rows_at_once * VOCAB
+    )
+    whole, expected = dense(hidden, weight, bias, form, temperature), dict[str, list[Tensor]]()
+    for row, target in enumerate(targets):
+        places = kept[row][kept[row] >= 0] if row else torch.arange(VOCAB)
+        logp = whole[row, places].log_softmax(-1)
+        expected.setdefault("logprobs", []).append(logp[places == target][0])
+        expected.setdefault("entropy", []).append(-(logp.exp() * logp).sum())
+        expected.setdefault("sum_squares", []).append((2 * logp).exp().sum())
+    for name, values in got._asdict().items():
+        assert torch.allclose(values, torch.stack(expected[name]), atol=1e-12), name
+        weights = torch.linspace(-1, 2, ROWS, dtype=torch.float64)
+        pairs = zip(
+            torch.autograd.grad((weights * values).sum(), (hidden, weight, bias), retain_graph=True),
+            torch.autograd.grad(
+                (weights * torch.stack(expected[name])).sum(), (hidden, weight, bias), retain_graph=True
+            ),
+            strict=True,
+        )
+        assert all(torch.allclose(one, other, atol=1e-12) for one, other in pairs), name
+    assert got.logprobs[-1] == 0
+
+
 class Held(TorchDispatchMode):
     """Counts the bytes of tensors that operations under it made and that are still there: at most ``most``."""
 
