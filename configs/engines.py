@@ -334,7 +334,9 @@ SGLANG = EngineTraits(
     refused_flags=(
         *("--model", "--api-key", "--admin-api-key", "--config", "--grpc-mode", "--smg-grpc-mode", "--ssl-certfile"),
         *("--enable-http2", "--tokenizer-worker-num", "--preferred-sampling-params", "--weight-version"),
-        *("--quantization", "--weight-cache-mode", "--enable-lora", "--lora-paths", "--speculative-algorithm"),
+        *("--quantization", "--weight-cache-mode", "--enable-lora", "--lora-paths"),
+        # Guesses would be accepted that the policy would not sample.
+        *("--speculative-accept-threshold-single", "--speculative-accept-threshold-acc"),
         *("--tensor-parallel-size", "--tp", "--expert-parallel-size", "--ep"),
         *("--pp-size", "--pipeline-parallel-size", "--pp"),
         *("--dp-size", "--data-parallel-size", "--dp", "--nnodes", "--disaggregation-mode", "--is-embedding"),

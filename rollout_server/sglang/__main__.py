@@ -7,6 +7,8 @@ request must carry. The server ends with the launcher that started it.
 import os
 import runpy
 import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -32,6 +34,10 @@ UNWANTED = (
     # It would start another server, whose routes have not been tested.
     "SGLANG_RUST_SERVER",
 )
+# Methods of speculation whose tokens follow the policy and whose log-probabilities are the policy's, by the source of
+# SGLang 0.5.23 (speculative/eagle_utils.py, layers/logprob_processor.py).
+SPECULATION = "--speculative-algorithm"
+EXACT_SPECULATION = ("NGRAM", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 
 
 def main() -> None:
@@ -40,12 +46,28 @@ def main() -> None:
     if find_spec("sglang") is None:
         sys.exit(f"{sys.executable} has no SGLang; install rl-async[sglang] there")
     check_token()
+    _check_speculation(sys.argv)
     _guard_routes()
     os.environ.update(VARIABLES)
     for name in UNWANTED:
         os.environ.pop(name, None)
     sys.argv = ["sglang", *SGLANG.fixed_arguments, *sys.argv[1:]]
     runpy.run_module("sglang.launch_server", run_name="__main__")
+
+
+def _check_speculation(words: Sequence[str]) -> None:
+    """Exit if the command line asks for speculation that samples from another distribution than it reports."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument(SPECULATION)
+    method = parser.parse_known_args(words)[0].speculative_algorithm
+    if method is None:
+        return
+    if method.upper() not in EXACT_SPECULATION:
+        sys.exit(f"{SPECULATION} {method} is not among those read here: {', '.join(EXACT_SPECULATION)}")
+    import torch
+
+    if torch.version.cuda is None:
+        sys.exit(f"{SPECULATION}: without CUDA SGLang takes the likeliest tokens instead of sampling; leave it out")
 
 
 def _guard_routes() -> None:

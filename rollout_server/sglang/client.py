@@ -79,10 +79,19 @@ class GroupBody(msgspec.Struct):
     backend: str
 
 
+class BeginBody(msgspec.Struct):
+    """Request of ``POST /begin_weight_update``.
+
+    By default a draft model would be loaded, too, from the policy's tensors.
+    """
+
+    selector: str = "target"
+
+
 class BucketBody(msgspec.Struct):
     """Request of ``POST /update_weights_from_distributed``: one broadcast of uint8 with consecutive tensors.
 
-    The cache is flushed once, after the last bucket, and no request is aborted.
+    The cache is flushed once, after the last bucket, and no request is aborted. ``selector`` is that of ``BeginBody``.
     """
 
     names: list[str]
@@ -90,6 +99,7 @@ class BucketBody(msgspec.Struct):
     shapes: list[list[int]]
     group_name: str
     load_format: str = "flattened_bucket"
+    selector: str = "target"
     flush_cache: bool = False
     abort_all_requests: bool = False
 
@@ -350,12 +360,12 @@ class SglangEngine:
         if staged:
             raise EngineRejected("SGLang cannot stage weights; weight_sync.staged needs another kind of engine")
         try:
-            await self._control("/begin_weight_update", {})
+            await self._control("/begin_weight_update", BeginBody())
         except EngineRejected as error:
             if "already open" not in str(error):
                 raise
             await self._control("/end_weight_update", {})
-            await self._control("/begin_weight_update", {})
+            await self._control("/begin_weight_update", BeginBody())
 
     async def update(self, info: UpdateInfo) -> None:
         """Receive one bucket. SGLang has no checksums, so that of ``info`` is not verified.
@@ -388,7 +398,7 @@ class SglangEngine:
 
     async def checksums(self) -> dict[str, str]:
         """Return the engine's checksum of each loaded tensor; names begin with the worker's number."""
-        raw = await self._control("/weights_checker", {"action": "checksum"})
+        raw = await self._control("/weights_checker", {"action": "checksum", "selector": "target"})
         ranks = self._http.decode(raw, ChecksumReply).ranks
         return {f"tp{i}:{name}": value for i, rank in enumerate(ranks) for name, value in rank.checksums.items()}
 

@@ -6,6 +6,7 @@ update (SchedulerWeightUpdaterManager), its process group and the buckets (Weigh
 """
 
 import asyncio
+import socket
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +18,15 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+import uvicorn
 import xxhash
-from aiohttp import web
 from pydantic import TypeAdapter
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route as ServedRoute
 
+from rl_async.rollout_server.sglang.__main__ import SleepReport
 from tests.contracts.sglang.wheel import Route, load, refusal, routes
 
 MANAGER = "sglang.srt.managers.scheduler_components.weight_updater"
@@ -37,6 +43,9 @@ class Model:
         self.weights.update((name, tensor.clone()) for name, tensor in named)
 
     def modules(self) -> list[Any]:
+        return []
+
+    def named_buffers(self) -> list[Any]:
         return []
 
 
@@ -60,7 +69,7 @@ class Engine:
             recapture_cuda_graph=lambda: None,
             get_model_runner=lambda: None,
         )
-        runner = SimpleNamespace(weight_updater=updater, check_weights=self._checksums)
+        runner = SimpleNamespace(weight_updater=updater, check_weights=self._checksums, model=self.model)
         worker = SimpleNamespace(
             model_runner=runner,
             weight_update_runners=lambda: [("target", runner)],
@@ -71,11 +80,14 @@ class Engine:
         )
         self.manager = load(folder, MANAGER).SchedulerWeightUpdaterManager(
             tp_worker=worker,
-            draft_worker=None,
-            memory_saver_adapter=None,
+            draft_worker=SimpleNamespace(weight_update_runners=lambda: [("draft", None)]),
+            # On a GPU torch_memory_saver frees and allocates.
+            memory_saver_adapter=SimpleNamespace(pause=lambda tag: None, resume=lambda tag: None),
             flush_cache=lambda **options: self.paused,
             is_fully_idle=lambda **options: self.paused,
-            scheduler=SimpleNamespace(record_weight_version_change=lambda new_version: None),
+            scheduler=SimpleNamespace(
+                record_weight_version_change=lambda new_version: None, _engine_paused=True, disaggregation_mode=None
+            ),
         )
 
     def _checksums(self, **request: Any) -> dict[str, Any]:
@@ -96,6 +108,14 @@ class Engine:
 
     def flush(self, request: Any) -> dict[str, Any]:
         return {"success": self.paused, "message": "Flush cache failed."}
+
+    def release(self, request: Any) -> dict[str, Any]:
+        self.manager.release_memory_occupation(request)
+        return {}
+
+    def allocate(self, request: Any) -> dict[str, Any]:
+        self.manager.resume_memory_occupation(request)
+        return {}
 
     def name(self, request: Any) -> dict[str, Any]:
         self.version = request.new_version
@@ -121,15 +141,15 @@ def handler(
 ) -> Any:
     """A route as in http_server.py: the body becomes a struct, what comes back JSON, and a failure the status 400."""
 
-    async def handle(request: web.Request) -> web.Response:
-        raw = await request.read()
+    async def handle(request: Request) -> JSONResponse:
+        raw = await request.body()
         body = msgspec.json.decode(raw) if raw else None
         if why := refusal(folder, route, path, body):
-            return web.json_response({"error": why}, status=400)
+            return JSONResponse({"error": why}, 400)
         struct = TypeAdapter(getattr(engine.structs, route.body)).validate_python(body) if route.body else None
         done = await asyncio.get_running_loop().run_in_executor(pool, act, struct)
         content = done if isinstance(done, dict) else {"success": done.success, "message": done.message}
-        return web.json_response(content, status=200 if content.get("success", True) else 400)
+        return JSONResponse(content, 200 if content.get("success", True) else 400)
 
     return handle
 
@@ -149,19 +169,21 @@ async def main(folder: Path) -> None:
         "/pause_generation": engine.pause,
         "/continue_generation": engine.resume,
         "/flush_cache": engine.flush,
+        "/release_memory_occupation": engine.release,
+        "/resume_memory_occupation": engine.allocate,
         "/update_weight_version": engine.name,
         "/model_info": engine.info,
         "/server_info": engine.workers,
     }
-    app = web.Application()
-    for path, act in actions.items():
-        for method in served[path].methods:
-            app.router.add_route(method, path, handler(engine, folder, path, served[path], act, pool))
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    print(runner.addresses[0][1], flush=True)
-    await asyncio.Event().wait()
+    app = Starlette(
+        routes=[
+            ServedRoute(path, handler(engine, folder, path, served[path], act, pool), methods=[*served[path].methods])
+            for path, act in actions.items()
+        ]
+    )
+    listener = socket.create_server(("127.0.0.1", 0))
+    print(listener.getsockname()[1], flush=True)
+    await uvicorn.Server(uvicorn.Config(SleepReport(app), log_level="warning")).serve([listener])
 
 
 if __name__ == "__main__":

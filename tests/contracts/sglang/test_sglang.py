@@ -14,10 +14,12 @@ import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
@@ -33,6 +35,7 @@ from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 from tests.contracts.sglang.wheel import cut_out, field_names, load, refusal, routes, wheel_folder
 from tests.support.configs import float32_config
 from tests.support.ports import free_port
+from tests.support.rounding import assert_near, rounding
 
 REQUEST = GenerateRequest(
     request_id="r", token_ids=[1, 2], sampling=Sampling(temperature=0.7), max_tokens=3, stop_token_ids=[9], seed=5
@@ -263,7 +266,7 @@ def test_every_flag_and_variable_that_we_use_or_refuse_exists(folder: Path) -> N
         *SGLANG.refused_flags,
     }
     # The page of SGLang says that these may be added.
-    allowed = {"--attn-dp-size", "--enable-fp32-lm-head", "--enable-hierarchical-cache"}
+    allowed = {"--attn-dp-size", "--enable-fp32-lm-head", "--enable-hierarchical-cache", "--speculative-algorithm"}
     assert not any(SGLANG.refusal(flag) for flag in allowed)
     flags |= allowed
     by_abbreviation = {"--tp", "--pp", "--dp"}
@@ -272,6 +275,21 @@ def test_every_flag_and_variable_that_we_use_or_refuse_exists(folder: Path) -> N
     variables = load(folder, "sglang.srt.environ").envs
     ours = {name for name in (*VARIABLES, *UNWANTED) if name.startswith("SGLANG_")}
     assert ours and all(hasattr(variables, name) for name in ours)
+
+
+def test_guessed_tokens_have_the_log_probabilities_of_the_policy_at_the_temperature(folder: Path) -> None:
+    original = SimpleNamespace(SGLANG_RETURN_ORIGINAL_LOGPROB=SimpleNamespace(get=lambda: False))
+    source = folder / "sglang/srt/layers/logprob_processor.py"
+    compute = cut_out(source, "compute_spec_logprobs", torch=torch, envs=original)
+    logits, temperatures = torch.randn(6, 9, generator=torch.Generator().manual_seed(0)), torch.tensor([[0.7], [1.3]])
+    predicted, accepted = torch.tensor([3, 1, 4, 1, 5, 8]), torch.tensor([[0, 2], [3, 4]])
+    output = SimpleNamespace(next_token_logits=logits)
+    sampling = SimpleNamespace(is_all_greedy=False, temperatures=temperatures)
+    batch = SimpleNamespace(seq_lens=[5, 5], sampling_info=sampling, top_logprobs_nums=None, token_ids_logprobs=None)
+    compute(batch, output, predicted, accept_index=accepted)
+    for row, places in enumerate(accepted):
+        exact = (logits[places].double() / temperatures[row]).log_softmax(-1)
+        assert_near(output.next_token_logprobs[row], exact[range(2), predicted[places]], rounding(16.0, 9))
 
 
 SERVER = """

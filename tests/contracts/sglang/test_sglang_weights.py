@@ -135,6 +135,24 @@ def test_an_update_that_an_earlier_trainer_left_is_ended(start: Start) -> None:
     assert state(record) == (expected(5.0), Version(0, 0))
 
 
+def test_an_engine_sleeps_and_takes_weights_while_its_cache_is_away(start: Start) -> None:
+    [record] = start("a")
+
+    async def sleep(engine: SglangEngine) -> None:
+        await engine.pause("keep")
+        await engine.sleep(2)
+        await engine.sleep(1)
+
+    asyncio.run(asked(record.url, sleep))
+    assert asyncio.run(asked(record.url, SglangEngine.is_sleeping)), "another client asks"
+    directory = Directory()
+    directory.add(record)
+    with coordinator(directory) as trainer:
+        assert trainer.publish(Version(0, 0), buckets(5.0)).failures == []
+    assert state(record) == (expected(5.0), Version(0, 0))
+    assert not asyncio.run(asked(record.url, SglangEngine.is_sleeping))
+
+
 def test_sglangs_refusals_keep_their_messages(start: Start) -> None:
     [record] = start("a")
     update = UpdateInfo(names=["w"], dtype_names=["float32"], shapes=[[1]], checksum="")

@@ -1,8 +1,10 @@
 """What SGLang's start script puts around the application that SGLang serves."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -67,3 +69,21 @@ def test_only_tags_that_sleep_are_woken_and_only_others_put_to_sleep() -> None:
         ("/release_memory_occupation", ["weights"]),
         ("/resume_memory_occupation", ["weights", "kv_cache"]),
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "cuda", "refused"),
+    [
+        ([], None, ""),
+        (["--speculative-algorithm", "NGRAM"], "13.0", ""),
+        (["--speculative-algorithm=EAGLE3"], "13.0", ""),
+        (["--speculative-algorithm", "UNO"], "13.0", "UNO"),
+        (["--speculative-algorithm", "NGRAM"], None, "CUDA"),
+    ],
+)
+def test_speculation_that_would_sample_from_another_distribution_ends_the_start(
+    words: list[str], cuda: str | None, refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    with pytest.raises(SystemExit, match=refused) if refused else nullcontext():
+        start._check_speculation(["sglang", *words])
