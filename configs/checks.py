@@ -1036,6 +1036,7 @@ def megatron(c: RunConfig) -> str | None:
 
 # Keys of section trainer that only this backend reads.
 FSDP2_ONLY = (
+    "optimizer",
     "activation_checkpointing",
     "cpu_offload",
     "replicas",
@@ -1058,6 +1059,10 @@ def fsdp2(c: RunConfig) -> str | None:
             f"trainer.ranks={t.ranks} must be a multiple of trainer.sequence_parallel={t.sequence_parallel}, the ranks "
             "that share each row"
         )
+    if t.optimizer == "muon" and (t.lora is not None or t.cpu_offload):
+        key = "cpu_offload" if t.lora is None else "lora"
+        reason = "it multiplies whole matrices on the GPU" if t.lora is None else "it trains whole matrices"
+        return f"trainer.optimizer=muon does not work with trainer.{key}: {reason}; leave one out"
     if t.cpu_offload and c.model.device != "gpu":
         return (
             f"trainer.cpu_offload has no effect with model.device={c.model.device}: without a GPU, weights and "

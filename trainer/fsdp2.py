@@ -36,10 +36,11 @@ from rl_async.trainer.export import (
 from rl_async.trainer.families import text_of
 from rl_async.trainer.lora import adapters, attach, base_alone, draw, merged, without_adapters
 from rl_async.trainer.model import MODEL_FOLDER, Head, Headed, build_headed, replay_routers
+from rl_async.trainer.muon import MUON_MOMENT, Muon
 from rl_async.trainer.packing import Tensors
 from rl_async.trainer.ranks import adjacent_and_strided
 from rl_async.weight_sync.buckets import dtype_name
-from rl_async.weight_sync.experts import STACKED_FOR_ENGINES, single_layout, single_shards
+from rl_async.weight_sync.experts import STACKED_FOR_ENGINES, expert_parts, single_layout, single_shards
 from rl_async.weight_sync.layout import Layout, TensorSpec, fsdp2, sharded_dimension
 from rl_async.weight_sync.reshard import ShardedWeights, one_box_each
 
@@ -105,17 +106,7 @@ class Fsdp2Backend:
         if config is None:
             self.model.requires_grad_(False)
         else:
-            trained = [parameter for _, parameter in self._trained()]
-            tower = {parameter for part in self.model.tower for parameter in part.parameters()}
-            groups: list[dict[str, Any]] = [{"params": trained}]
-            if config.vision_learning_rate:
-                groups = [
-                    {"params": [parameter for parameter in trained if parameter not in tower]},
-                    {
-                        "params": [parameter for parameter in trained if parameter in tower],
-                        "lr": config.vision_learning_rate,
-                    },
-                ]
+            groups = parameter_groups(self.model, self._trained(), config)
             self.optimizer = build_optimizer(groups, config, "cpu" if self._offloads else device)
             self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, learning_rate_factor(config))
 
@@ -239,7 +230,9 @@ class Fsdp2Backend:
         shards = folder / SHARDS
         sharded = shards.is_dir()
         held = StoredShards(shards if sharded else folder).sizes
-        if any(MOMENT in name and name != STEPS for name in held):
+        if kinds := {name.rpartition(MOMENT)[2] for name in held if MOMENT in name and name != STEPS}:
+            if (MUON_MOMENT in kinds) != any(group.get("muon") for group in self.optimizer.param_groups):
+                raise UserError(f"{folder} has moments of another optimizer; set trainer.optimizer as in that run")
             allocate_state(self.optimizer)
         if sharded:
             read_shards(self._weights() | self._moments() | steps, shards)
@@ -251,7 +244,8 @@ class Fsdp2Backend:
             values = {} if head is None else {name: parameter.detach() for name, parameter in head.named_parameters()}
             read_shards(values | self._moments() | steps, folder)
         for state in self.optimizer.state.values():
-            state["step"].fill_(float(steps[STEPS]))
+            if "step" in state:
+                state["step"].fill_(float(steps[STEPS]))
         done = self.schedule.last_epoch = int(steps[STEPS])
         # schedule.step() would warn before the optimizer's first step.
         for group, rate, factor in zip(
@@ -271,7 +265,7 @@ class Fsdp2Backend:
         return {name: tensor for name, tensor in self.model.state_dict().items() if name in named}
 
     def _moments(self) -> dict[str, Tensor]:
-        """Return AdamW's moments as ``parameter|name``, which are empty before its first step."""
+        """Return the optimizer's moments as ``parameter|name``, which are empty before its first step."""
         assert self.optimizer is not None
         return {
             f"{name}{MOMENT}{key}": tensor
@@ -381,9 +375,38 @@ def adamw_form(device: str) -> dict[str, bool]:
     return {"foreach": True}
 
 
+def parameter_groups(
+    model: Headed, trained: Sequence[tuple[str, Tensor]], config: TrainerConfig
+) -> list[dict[str, Any]]:
+    """Divide the parameters that are ``trained``, by name, into the optimizer's groups.
+
+    Those of a vision tower have a learning rate of their own. With Muon, so do the matrices of the decoder's layers,
+    among them experts, that it trains; embeddings, heads, norms, biases and convolutions are AdamW's.
+    """
+    tower = {parameter for part in model.tower for parameter in part.parameters()}
+    layers = set(model.decoder.layers.parameters()) if config.optimizer == "muon" else set()
+    seen: list[Tensor] = []
+    matrices: list[Tensor] = []
+    others: list[Tensor] = []
+    for name, parameter in trained:
+        if parameter in tower:
+            seen.append(parameter)
+        elif parameter in layers and (parameter.dim() == 2 or expert_parts(name, parameter.shape)):
+            matrices.append(parameter)
+        else:
+            others.append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": others},
+        {"params": matrices, "muon": True},
+        {"params": seen, "lr": config.vision_learning_rate or config.learning_rate},
+    ]
+    return [group for group in groups if group["params"]]
+
+
 def build_optimizer(groups: list[dict[str, Any]], config: TrainerConfig, device: str) -> torch.optim.AdamW:
     """Return the optimizer of ``groups`` of parameters, which are kept on ``device``, float32 each."""
-    return torch.optim.AdamW(
+    kind = Muon if config.optimizer == "muon" else torch.optim.AdamW
+    return kind(
         groups,
         lr=config.learning_rate,
         betas=(ADAM_BETA1, config.beta2),

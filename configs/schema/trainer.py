@@ -38,7 +38,14 @@ class ProfileConfig(Config, frozen=True):
 
 class TrainerConfig(Config, frozen=True):
     backend: Annotated[Literal["fsdp2", "megatron"], doc("Training backend.")] = "fsdp2"
-    learning_rate: Annotated[float, Meta(gt=0, description="Peak learning rate of AdamW.")] = 1e-6
+    optimizer: Annotated[
+        Literal["adamw", "muon"],
+        doc(
+            "muon, with fsdp2: Muon for the matrices of the decoder's layers, with steps of the size of AdamW's, which "
+            "trains the rest; not with trainer.lora or trainer.cpu_offload."
+        ),
+    ] = "adamw"
+    learning_rate: Annotated[float, Meta(gt=0, description="Peak learning rate.")] = 1e-6
     vision_learning_rate: Annotated[
         Annotated[float, Meta(ge=0)] | None,
         doc(
@@ -102,7 +109,7 @@ class TrainerConfig(Config, frozen=True):
         LoraConfig | None, doc("fsdp2: train only low-rank adapters; needs PEFT. See weight_sync.adapters.")
     ] = None
     grad_clip: Annotated[float, Meta(gt=0, description="Gradient norm is clipped to this.")] = 1.0
-    weight_decay: Annotated[float, Meta(ge=0, description="AdamW weight decay.")] = 0.0
+    weight_decay: Annotated[float, Meta(ge=0, description="Decoupled weight decay.")] = 0.0
     beta2: Annotated[Fraction, doc("AdamW beta2; beta1 is 0.9.")] = 0.95
     schedule: Annotated[
         Literal["constant", "linear", "cosine"],

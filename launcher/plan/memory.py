@@ -106,8 +106,9 @@ class ModelSize:
     experts: int = 0
     # Needed of a token in one layer without a backward pass.
     layer: int = 0
-    # The weights of the layers' matrices, which rollout.quantization rounds.
+    # The weights of the layers' matrices, which rollout.quantization rounds and Muon trains, and of the critic's.
     matrices: int = 0
+    critic_matrices: int = 0
     # The weights in experts, of the policy and of the critic, and those in experts that a token does not pass through.
     in_experts: int = 0
     critic_in_experts: int = 0
@@ -140,10 +141,15 @@ def model_size(config: RunConfig) -> ModelSize | None:
         )
     if policy is None or config.critic is None or config.critic.shared:
         return policy
-    if config.critic.path is None:
-        return replace(policy, critic=policy.parameters, critic_in_experts=policy.in_experts)
-    critic = _read_size("critic.path", Path(config.critic.path))
-    return replace(policy, critic=critic.parameters, critic_in_experts=critic.in_experts) if critic else None
+    critic = policy if config.critic.path is None else _read_size("critic.path", Path(config.critic.path))
+    if critic is None:
+        return None
+    return replace(
+        policy,
+        critic=critic.parameters,
+        critic_matrices=critic.matrices,
+        critic_in_experts=critic.in_experts,
+    )
 
 
 def read_shape(key: str, folder: Path) -> dict[str, Any] | None:
@@ -339,6 +345,8 @@ def trainer_parts(config: RunConfig, size: ModelSize, *, on_gpu: bool) -> dict[P
         dense = (weights - in_experts) // (trainer.tensor_parallel * trainer.pipeline_parallel)
         return dense + in_experts // (trainer.expert_parallel * trainer.pipeline_parallel)
 
+    # Muon keeps one moment of each weight.
+    muon = size.matrices + size.critic_matrices if trainer.optimizer == "muon" else 0
     own = held(whole, size.critic_in_experts + (0 if trainer.lora else size.in_experts))
     reference = held(size.parameters, size.in_experts) * (each if megatron else 4)
     teacher = held(size.teacher, size.teacher_in_experts) * (each if megatron else 4)
@@ -350,7 +358,7 @@ def trainer_parts(config: RunConfig, size: ModelSize, *, on_gpu: bool) -> dict[P
         "weights": frozen + masters + own * (each if megatron else 4),
         "reference": reference if has_reference else 0,
         "teacher": teacher,
-        "optimizer": (whole - still) * 4 * 2 // sharded,
+        "optimizer": ((whole - still) * 4 * 2 - muon * 4) // sharded,
         "gradients": (own - still // sharded) * 4,
     }
     if on_gpu and trainer.cpu_offload:

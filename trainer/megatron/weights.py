@@ -43,6 +43,7 @@ from rl_async.trainer.megatron.mapping import (
 )
 from rl_async.trainer.megatron.model import Parallel
 from rl_async.trainer.model import MODEL_FOLDER, VALUE_HEAD, VALUE_HEAD_FILE, Head, ValueHead
+from rl_async.trainer.muon import MUON_MOMENT
 from rl_async.trainer.pretrained import StoredWeights
 from rl_async.weight_sync.buckets import dtype_name
 from rl_async.weight_sync.layout import Box, Layout, TensorSpec, fused_parts, lengths, megatron
@@ -375,8 +376,12 @@ def read_weights(model: ShardedModel, optimizer: DistributedAdamW | None, source
 def restore(model: ShardedModel, optimizer: DistributedAdamW, folder: Path) -> None:
     """Continue from the weights, moments and steps that either backend wrote. A collective.
 
-    Raises CheckpointDamaged on all ranks if one of them cannot read its part, and UserError if a value head is missing.
+    Raises CheckpointDamaged on all ranks if one of them cannot read its part, and UserError if a value head is missing
+    or the moments are Muon's.
     """
+    names = StoredShards(folder / SHARDS).sizes if (folder / SHARDS).is_dir() else {}
+    if any(name.endswith(f"{MOMENT}{MUON_MOMENT}") for name in names):
+        raise UserError(f"{folder} has moments of trainer.optimizer=muon, which needs trainer.backend=fsdp2")
     if model.shape.has_values and not (folder / VALUE_HEAD_FILE).is_file():
         raise UserError(f"{folder} has no value head, which critic needs; set critic as in that run")
     try:

@@ -179,6 +179,12 @@ USER = ["agent.environment=simulated_user", "agent.user={system: hi}"]
         (["trainer.ranks=3", "trainer.replicas=2"], ["trainer.replicas=2", "trainer.ranks=3"]),
         ([*MEGATRON, "trainer.ranks=2", "trainer.replicas=2"], ["trainer.replicas", "trainer.backend=fsdp2"]),
         ([*MEGATRON, "trainer.activation_checkpointing=true"], ["trainer.activation_checkpointing", "megatron"]),
+        ([*MEGATRON, "trainer.optimizer=muon"], ["trainer.optimizer", "trainer.backend=fsdp2"]),
+        (["trainer.optimizer=muon", "trainer.lora={}"], ["trainer.optimizer=muon", "trainer.lora"]),
+        (
+            ["trainer.optimizer=muon", "trainer.cpu_offload=true", "model.device=gpu"],
+            ["trainer.optimizer=muon", "trainer.cpu_offload"],
+        ),
         (["trainer.cpu_offload=true"], ["trainer.cpu_offload", "model.device=auto"]),
         (["trainer.cpu_offload=true", "model.device=cpu"], ["trainer.cpu_offload", "device=cpu"]),
         (["trainer.ranks=3", "trainer.sequence_parallel=2"], ["trainer.sequence_parallel=2", "trainer.ranks=3"]),

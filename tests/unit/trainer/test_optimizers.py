@@ -1,11 +1,17 @@
-"""One kernel of AdamW does what its single operations do."""
+"""One kernel of AdamW does what its single operations do, and Muon what torch's own does."""
+
+import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from rl_async.configs.schema.trainer import TrainerConfig
-from rl_async.trainer.fsdp2 import adamw_form, allocate_state, build_optimizer
+from rl_async.errors import UserError
+from rl_async.trainer.fsdp2 import Fsdp2Backend, adamw_form, allocate_state, build_optimizer
+from rl_async.trainer.muon import MOMENTUM
 
 STEPS = 5
 RATE, DECAY = 0.01, 0.1
@@ -56,3 +62,60 @@ def test_allocated_state_is_that_of_no_step_and_changes_no_weight(device: str) -
     assert all(p.grad is None for p in those) and [g["lr"] for g in optimizer.param_groups] == [0.5]
     for state in optimizer.state.values():
         assert not state["exp_avg"].any() and not state["exp_avg_sq"].any()
+
+
+def test_muon_is_torch_s_for_matrices_and_stacks_of_them_beside_adamw() -> None:
+    """Bit by bit in twenty steps, since both do the same operations."""
+
+    def drawn() -> list[Tensor]:
+        draw = torch.Generator().manual_seed(2)
+        return [torch.randn(shape, generator=draw).requires_grad_() for shape in ((6, 9), (9, 6), (4, 6, 9), (65,))]
+
+    ours, theirs = drawn(), drawn()
+    config = TrainerConfig(optimizer="muon", learning_rate=RATE, weight_decay=DECAY)
+    train(build_optimizer([{"params": ours[3:]}, {"params": ours[:3], "muon": True}], config, "cpu"), ours, 20)
+
+    plain = [tensor.detach().clone().requires_grad_() for tensor in (*theirs[:2], *theirs[2])]
+    muon = torch.optim.Muon(plain, lr=RATE, weight_decay=DECAY, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw")
+    adamw = build_optimizer([{"params": theirs[3:]}], TrainerConfig(learning_rate=RATE, weight_decay=DECAY), "cpu")
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        gradients = [torch.randn(parameter.shape, generator=draw) for parameter in theirs]
+        for parameter, gradient in zip(plain, (*gradients[:2], *gradients[2]), strict=True):
+            parameter.grad = gradient.clone()
+        theirs[3].grad = gradients[3]
+        muon.step()
+        adamw.step()
+    expected = [*plain[:2], torch.stack(plain[2:]), theirs[3]]
+    assert all(got.equal(right) for got, right in zip(ours, expected, strict=True))
+    moved = [(got - first).abs().max() for got, first in zip(ours, drawn(), strict=True)]
+    assert min(moved) > RATE
+
+
+def test_moments_of_another_optimizer_are_refused(model_folder: Path, tmp_path: Path, one_rank: None) -> None:
+    kinds = ("muon", "adamw")
+    models = {
+        kind: Fsdp2Backend(str(model_folder), "float32", "cpu", TrainerConfig(optimizer=kind, checkpoint_hf=False))
+        for kind in kinds
+    }
+    for kind, model in models.items():
+        assert model.optimizer is not None
+        allocate_state(model.optimizer)
+        (tmp_path / kind).mkdir()
+        model.save(tmp_path / kind)
+        model.load(tmp_path / kind)
+    for one, other in (kinds, kinds[::-1]):
+        with pytest.raises(UserError, match=r"trainer\.optimizer"):
+            models[one].load(tmp_path / other)
+
+
+@pytest.mark.slow  # importing Megatron-Core takes seconds
+@pytest.mark.filterwarnings("ignore")  # it names the packages that it does without
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="Megatron-Core is not here")
+def test_megatron_refuses_muon_s_moments(tmp_path: Path) -> None:
+    from rl_async.trainer.megatron.weights import restore
+
+    (tmp_path / "shards").mkdir()
+    save_file({"lm.layer.weight|momentum_buffer": torch.zeros(1)}, tmp_path / "shards" / "shard-00001.safetensors")
+    with pytest.raises(UserError, match=r"trainer\.optimizer=muon"):
+        restore(None, None, tmp_path)  # type: ignore[arg-type]

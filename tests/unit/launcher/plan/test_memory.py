@@ -157,6 +157,12 @@ def test_weights_gradients_and_two_moments() -> None:
     assert trainer_bytes(float32_config("calculator"), size) == HELD + 16_000 + 4_000
 
 
+def test_muon_keeps_one_moment_of_the_matrices_that_it_trains() -> None:
+    muon = float32_config("calculator", ["trainer.optimizer=muon"])
+    size = ModelSize(parameters=1000, kv_per_token=1, matrices=600, critic=100, critic_matrices=30)
+    assert trainer_bytes(muon, size) == HELD + 1100 * 20 - 630 * 4
+
+
 def test_a_rank_holds_its_part_of_one_copy() -> None:
     size = ModelSize(parameters=1000, kv_per_token=1)
     config = float32_config("calculator", ["trainer.ranks=4", "trainer.replicas=2"])
@@ -192,12 +198,12 @@ def test_a_critic_of_its_own_counts_and_a_shared_one_does_not(tmp_path: Path) ->
     assert both is not None
     assert (both.parameters, both.kv_per_token, both.critic) == (layer + embeddings, 16, layer + embeddings)
     shared = model_size(float32_config("calculator", [*gae, "critic.shared=true"]))
-    assert shared == replace(both, critic=0)
+    assert shared == replace(both, critic=0, critic_matrices=0)
     alone = trainer_bytes(own, shared)
     assert alone is not None
     assert trainer_bytes(own, both) == alone + 20 * (layer + embeddings)
     larger = model_size(float32_config("calculator", [*gae, f"critic.path={tmp_path}/critic"]))
-    assert larger == replace(both, critic=2 * layer + embeddings)
+    assert larger == replace(both, critic=2 * layer + embeddings, critic_matrices=2 * layer)
     assert model_size(float32_config("calculator", [*gae, f"critic.path={tmp_path}/nothing"])) is None
 
 
