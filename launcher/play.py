@@ -154,6 +154,7 @@ class Program:
         assert self._keeping.stdout is not None and self._keeping.stderr is not None
         out, err = self._keeping.stdout.fileno(), self._keeping.stderr.fileno()
         read = {out: b"", err: b"", self._status: b""}
+        whole = dict.fromkeys(read, 0)
         with selectors.PollSelector() as waiting:
             for fd in (*read, stop.fd):
                 waiting.register(fd, selectors.EVENT_READ)
@@ -165,19 +166,25 @@ class Program:
                     return Outcome(f"its program did not end within {timeout_s:g} s")
                 for fd in ready:
                     piece = os.read(fd, 1 << 16)
+                    whole[fd] += len(piece)
                     read[fd] = (read[fd] + piece)[-KEPT_BYTES:]
                     if not piece:
                         waiting.unregister(fd)
                 # The keeper was killed, and processes of the program may hold the other pipes open.
                 if not read[self._status] and self._status not in waiting.get_map():
                     break
-        said = {fd: text.decode(errors="replace") for fd, text in read.items()}
+        said = {fd: end_of(text.decode(errors="replace"), whole[fd] - len(text)) for fd, text in read.items()}
         code = said[self._status].strip()
         ended = Outcome("", said[out], said[err], int(code or 0))
         if code and ended.exit_code >= 0:
             return ended
         how = f"was killed by signal {-ended.exit_code}" if code else "was lost with its keeper"
         return ended._replace(problem=told(f"its program {how}", ended.last_words))
+
+
+def end_of(text: str, cut: int) -> str:
+    """Return the end of an output; if so many bytes or characters before it were cut, its first line says so."""
+    return f"[cut: {cut} more before this]\n{text}" if cut else text
 
 
 def told(what: str, last_words: str) -> str:
@@ -387,7 +394,7 @@ class Player:
         self, episode: RemoteEpisode, program: Program, ended: Outcome, left_s: float
     ) -> tuple[float | None, str, str]:
         code, output = ended.exit_code, "\n".join(filter(None, [ended.stdout, ended.stderr]))
-        about = {"exit_code": code, "output": output[-OUTPUT:]}
+        about = {"exit_code": code, "output": end_of(output[-OUTPUT:], max(0, len(output) - OUTPUT))}
         try:
             if self._reward is None:
                 answer = episode.score(about)

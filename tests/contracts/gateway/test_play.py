@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
 from rl_async.gateway import Gateway, RemoteEpisode
-from rl_async.launcher.play import CannotStart, StopPipe, started
+from rl_async.launcher.play import KEPT_BYTES, CannotStart, StopPipe, started
 from rl_async.process import guard
 from rl_async.process.http_auth import make_tokens
 from rl_async.process.kernel import ENDED, state_of
@@ -150,6 +150,15 @@ def test_a_home_of_its_own_is_empty_and_removed(tmp_path: Path, monkeypatch: pyt
         homes.add(home)
         assert Path(home).exists() != own
     assert len(homes) == 3
+
+
+def test_output_that_was_cut_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    episode = RemoteEpisode("e", "http://127.0.0.1:9/e/v1", {"prompt": []}, Gateway("http://127.0.0.1:9"))
+    script = f"printf 'beginning%{KEPT_BYTES}s'; printf 'short' >&2"
+    with StopPipe() as stop, started(["/bin/sh", "-c", script], episode) as program:
+        ended = program.wait(60.0, stop)
+    assert ended.stdout == "[cut: 9 more before this]\n" + " " * KEPT_BYTES and ended.stderr == "short"
 
 
 def test_without_a_function_the_runs_own_score_the_answer(playing: Playing) -> None:
