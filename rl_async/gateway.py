@@ -12,6 +12,7 @@ While the program holds an episode, a thread tells the gateway that it lives (``
 import http.client
 import json
 import math
+import numbers
 import secrets
 import threading
 import time
@@ -72,11 +73,14 @@ class RemoteEpisode:
         """End the episode with this reward; ``accepted`` is false, with the reason, if it had ended.
 
         ``reasons`` are texts to record, for parts by their names and for ``reward``. ``program``: see ``score``. Raises
-        GatewayError for a reward that is refused.
+        GatewayError for a reward that is refused, and TypeError for one that is not a number, such as the None of a
+        grader without a return, which would leave the scoring to the run's functions.
         """
+        if not isinstance(value, numbers.Real):
+            raise TypeError(f"the reward of episode {self.id} is {value!r:.80}, not a number")
         # Gateways of earlier versions know no reasons.
         given = {"reasons": dict(reasons)} if reasons else {}
-        return self._end({"reward": value, "parts": parts} | given, program)
+        return self._end({"reward": float(value), "parts": parts} | given, program)
 
     def score(self, program: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """End the episode; the run's own reward functions score it.

@@ -107,6 +107,13 @@ def test_an_episode_whose_gateway_has_lost_the_queue_is_over(serve: Callable[...
     assert episode.score()["accepted"] is False
 
 
+@pytest.mark.parametrize("value", [None, "1", [1.0]])
+def test_a_reward_that_is_no_number_is_refused_and_ends_no_episode(value: Any) -> None:
+    episode = RemoteEpisode("7", "http://127.0.0.1:9/e/v1", {}, Gateway("http://127.0.0.1:9", start_s=0.0))
+    with pytest.raises(TypeError, match="episode 7"):
+        episode.reward(value)
+
+
 def test_both_dialects_have_a_base_url(serve: Callable[..., str]) -> None:
     episode = next(Gateway(serve(answer(TASK))).episodes())
     assert (episode.base_url, episode.anthropic_base_url) == ("http://none/e/v1", "http://none/e")
