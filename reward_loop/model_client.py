@@ -19,6 +19,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from rl_async.concurrency import Overdue, within
 from rl_async.configs.schema.rollout import ServedModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
@@ -184,9 +185,8 @@ class Poster:
             await self._rate.wait()
             began = time.monotonic()
             try:
-                async with asyncio.timeout(self._timeout_s):
-                    return await self._retry(data, headers or {}, failures, began)
-            except TimeoutError:
+                return await within(self._timeout_s, self._retry(data, headers or {}, failures, began))
+            except Overdue:
                 last = f"; before that: {failures[0]}" if failures[0] else ""
                 limit = f"{self._timeout_s:g} s ({self._section}.timeout_s)"
                 raise self._lost(f"{self.url} did not answer within {limit}{last}", began) from None

@@ -20,7 +20,7 @@ from typing import Self
 
 import msgspec
 
-from rl_async.concurrency import gather_or_cancel, to_the_end
+from rl_async.concurrency import Overdue, gather_or_cancel, to_the_end, within
 from rl_async.configs.derived import CODE_SCORER, unbounded
 from rl_async.configs.schema.reward import CodeConfig, RewardConfig, RewardTerm, SandboxConfig
 from rl_async.extraction import behind_reasoning, extract
@@ -182,11 +182,10 @@ class _OneByOne:
         return reply.score()
 
     async def _exchange(self, channel: _Channel, request: ScoreRequest) -> ScoreReply:
+        channel.write(request)
         try:
-            async with asyncio.timeout(request.timeout_s):
-                channel.write(request)
-                return await channel.read()
-        except TimeoutError:
+            return await within(request.timeout_s, channel.read())
+        except Overdue:
             raise ScorerFailed(missed(request.timeout_s)) from None
         except asyncio.IncompleteReadError:
             code = await channel.process.wait()

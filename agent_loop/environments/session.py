@@ -4,9 +4,9 @@ Users' methods are awaited or run in a thread, with a deadline; errors name the 
 reach the model as plain text, without ANSI escapes. In a game each role has a conversation of its own.
 """
 
-import asyncio
 import inspect
 import logging
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self
 from rl_async.agent_loop.chat_formats.format import Message
 from rl_async.agent_loop.step import Step, checked
 from rl_async.agent_loop.tools.tool import CallableTool
-from rl_async.concurrency import DaemonCalls, contained
+from rl_async.concurrency import DaemonCalls, Overdue, contained, within
 from rl_async.errors import ConfigError, EnvironmentFailed, RlAsyncError
 from rl_async.messages import Task
 from rl_async.reward_loop.api import Score, ScorerFailed, to_score
@@ -56,17 +56,17 @@ async def call_user(what: str, function: Callable[..., Any], *arguments: Any, ti
 
     Raises EnvironmentFailed if it raises or misses its deadline, except for errors of ours, which pass through.
     """
+    limit_s = math.inf if timeout_s is None else timeout_s
     try:
-        async with asyncio.timeout(timeout_s) as deadline:
-            if inspect.iscoroutinefunction(function):
-                return await contained(function(*arguments))
-            return await USER_CALLS.call(lambda: function(*arguments))
+        if inspect.iscoroutinefunction(function):
+            return await within(limit_s, contained(function(*arguments)))
+        return await within(limit_s, USER_CALLS.call(lambda: function(*arguments)))
     except RlAsyncError:
         raise
+    except Overdue:
+        raise EnvironmentFailed(f"{what} did not finish within {limit_s:g} s ({KEY})") from None
     # An environment is the user's code and may raise anything; its sample fails and is given out again.
     except Exception as error:
-        if deadline.expired():
-            raise EnvironmentFailed(f"{what} did not finish within {timeout_s:g} s ({KEY})") from None
         raise EnvironmentFailed(f"{what} raised {told(error)} ({raised_at(error)})") from error
 
 

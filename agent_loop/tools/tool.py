@@ -1,6 +1,5 @@
 """Typed functions as tools: a schema for the model, and calls with a deadline."""
 
-import asyncio
 import copy
 import inspect
 import logging
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, Self, get_type_hints
 import msgspec
 
 from rl_async.agent_loop.step import Step, checked
-from rl_async.concurrency import DaemonCalls, contained
+from rl_async.concurrency import DaemonCalls, contained, within
 from rl_async.errors import ConfigError, EnvironmentFailed
 from rl_async.transfer_queue.images import IMAGE_PARTS, read_parts
 from rl_async.userload import encodable, raised_at
@@ -105,10 +104,9 @@ class Tool:
     async def _run(self, named: dict[str, Any], timeout_s: float) -> Any:
         if self.quick:
             return self.function(**named)
-        async with asyncio.timeout(timeout_s):
-            if inspect.iscoroutinefunction(self.function):
-                return await contained(self.function(**named))
-            return await self._threads.call(lambda: self.function(**named))
+        if inspect.iscoroutinefunction(self.function):
+            return await within(timeout_s, contained(self.function(**named)))
+        return await within(timeout_s, self._threads.call(lambda: self.function(**named)))
 
     @property
     def overdue(self) -> int:

@@ -5,12 +5,13 @@ import functools
 import math
 import os
 import re
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rl_async import extraction
+from rl_async import concurrency, extraction
 from rl_async.agent_loop.chat_formats.format import reasoning_and_answer
 from rl_async.configs.schema.reward import RewardConfig, RewardTerm
 from rl_async.errors import ConfigError
@@ -259,6 +260,16 @@ async def test_a_scorer_that_hangs_is_killed_and_its_place_is_served_again() -> 
     assert stuck.reward == 0.0
     assert stuck.error == f"reward {user('hangs_on_request')}: did not answer within 1 s (reward.timeout_s)"
     assert after.error == "" and after.reward != first.reward, "another process answers"
+
+
+async def test_a_pause_of_this_process_counts_little_of_a_scorers_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(concurrency, "LOOK_S", 0.1)
+    async with RewardService(config(user("takes_a_moment"), timeout_s=1.5)) as service:
+        assert (await score(service, "the process has started")).scored
+        scoring = asyncio.ensure_future(score(service, "42"))
+        await asyncio.sleep(0.1)
+        time.sleep(1.7)  # noqa: ASYNC251  the process is to stand still
+        assert (await scoring).error == ""
 
 
 def assert_ended(pid: int) -> None:

@@ -35,6 +35,11 @@ async def judge_out_of_reach(solution_str: str) -> float:
     raise TimeoutError("the judge's server is gone")
 
 
+def takes_a_moment(solution_str: str) -> float:
+    time.sleep(0.3)
+    return 1.0
+
+
 def hangs_on_request(solution_str: str) -> float:
     if solution_str == "hang":
         while True:

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -118,6 +119,19 @@ async def test_a_hanging_tool_meets_its_deadline() -> None:
     assert await call(hang, timeout_s=0.05) == ToolResult("error: timeout", "timeout")
     assert await call(hang_later, timeout_s=0.05) == ToolResult("error: timeout", "timeout")
     release.set()
+
+
+async def test_a_pause_of_this_process_counts_little_of_a_tools_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(concurrency, "LOOK_S", 0.1)
+
+    async def answer() -> str:
+        await asyncio.sleep(0.2)
+        return "in time"
+
+    called = asyncio.ensure_future(call(answer, timeout_s=0.4))
+    await asyncio.sleep(0.01)
+    time.sleep(0.6)  # noqa: ASYNC251  the process is to stand still
+    assert await called == ToolResult("in time")
 
 
 async def test_calls_that_never_return_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
