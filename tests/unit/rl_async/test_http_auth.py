@@ -60,7 +60,7 @@ def test_anything_else_is_no_token(credential: tuple[bytes, bytes]) -> None:
 
 @pytest.mark.parametrize(
     "host",
-    [b"localhost", b"LOCALHOST:80", b"[::1]:8000", b"127.0.0.1", b"10.0.0.5:8000", b"Engine-0.example.org:8000"],
+    [b"localhost", b"LOCALHOST:65535", b"[::1]:8000", b"127.0.0.1", b"10.0.0.5:8000", b"Engine-0.example.org:8000"],
 )
 def test_names_and_addresses_of_the_server_are_known(host: bytes) -> None:
     assert status((b"host", host), AUTHORIZATION) == 200
@@ -71,6 +71,7 @@ def test_names_and_addresses_of_the_server_are_known(host: bytes) -> None:
     [
         *(b"evil.example.org", b"10.0.0.6", b"", b"localhost.evil.org", b"engine-0.example.org.evil.org", b"[::2]"),
         *(
+            b"localhost:65536",
             b"localhost:99999",
             b"[::1].evil.org",
             b"[::1]evil.org:80",

@@ -10,13 +10,16 @@ import subprocess
 import sys
 import threading
 import tty
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from rl_async.errors import EXIT_RESTART, EXIT_USER, ConfigError, QueueLost, RlAsyncError
+from rl_async.process.kernel import ProcStat, catches, read_stat
 from rl_async.process.role import (
     KEPT_BYTES,
+    LIFELINE_FD,
     CheckedOutput,
     OutputFailed,
     ReaderGone,
@@ -64,6 +67,47 @@ def test_threads_of_a_role_started_by_hand_sleep_at_barriers(role: list[str], as
     policies = re.findall(r"OMP_WAIT_POLICY ?= ?'(\w+)'", ended.stderr)
     assert policies
     assert set(policies) == {asked.upper() or "PASSIVE"}
+
+
+STARTS_ANOTHER = """
+import subprocess
+from rl_async.process.role import watch_lifeline
+watch_lifeline()
+subprocess.run(["sh", "-c", "echo; exec sleep 600"])
+"""
+
+
+def test_a_role_and_what_it_started_end_with_the_supervisor() -> None:
+    lifeline, supervisor = os.pipe()
+    env = os.environ | {LIFELINE_FD: str(lifeline)}
+    command = [sys.executable, "-c", STARTS_ANOTHER]
+    role = subprocess.Popen(command, env=env, pass_fds=(lifeline,), stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        assert role.stdout is not None
+        assert role.stdout.readline() == b"\n"
+        os.close(supervisor)
+        # The stream ends with the last process that holds it.
+        role.communicate(timeout=60)
+        assert role.returncode == -signal.SIGKILL
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(role.pid, signal.SIGKILL)
+        os.close(lifeline)
+
+
+def test_processes_are_read_while_they_run_and_when_they_are_gone() -> None:
+    ticks = os.sysconf("SC_CLK_TCK")
+    used = [sum(os.times()[:2]) * ticks]
+    found = read_stat(os.getpid()).cpu_ticks
+    used.append(sum(os.times()[:2]) * ticks)
+    # The kernel rounds down both of its parts.
+    assert used[0] - 2 <= found <= used[1] + 2 and os.times().system * ticks > 4
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    assert read_stat(gone.pid) == ProcStat() and not catches(gone.pid, signal.SIGUSR2)
+    before = signal.signal(signal.SIGUSR2, lambda *_: None)
+    assert catches(os.getpid(), signal.SIGUSR2) and not catches(os.getpid(), signal.SIGKILL)
+    signal.signal(signal.SIGUSR2, before)
 
 
 FULL = Path("/dev/full")
