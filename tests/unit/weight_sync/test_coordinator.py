@@ -352,7 +352,22 @@ async def test_one_slow_engine_of_eight_is_waited_for_once_and_then_catches_up_b
         await seconds(fleet, Version(0, step))
         await eventually(lambda step=step: directory.records["engine-5"].version == Version(0, step))
     assert directory.published == (Version(0, 4), list(engines)), "it is as fast as the others again"
+    assert list(fleet._groups) == [tuple(engines)]
     catching_up.cancel()
+
+
+async def test_the_group_of_an_engine_that_left_is_closed() -> None:
+    directory = Directory(a=Engine(), b=Engine())
+    fleet = make_fleet(directory)
+    await fleet.publish(V0, buckets())
+    (group,) = fleet._groups.values()
+    closed: list[str] = []
+    group.close = lambda: closed.append("closed")  # type: ignore[method-assign]
+    await directory.remove_engine("a", "it left")
+    await directory.remove_engine("b", "it left")
+    directory.add("c", Engine())
+    await fleet.publish(V1, buckets(2.0))
+    assert closed == ["closed"] and list(fleet._groups) == [("c",)]
 
 
 class AnswersLate(Engine):
