@@ -1,10 +1,11 @@
 """Make tiny models and the tokenizers of families that cannot be downloaded."""
 
+import functools
 import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file
@@ -149,11 +150,11 @@ _WORDS = [
 _SENTENCEPIECE_SPECIAL = ["<unk>", "<s>", "</s>"]
 
 
-def sentencepiece_tokenizer(kind: str, template: str) -> PreTrainedTokenizerFast:
-    """Make a small tokenizer with byte fallback, as conversions of SentencePiece models are written."""
+@functools.cache
+def _pieces(kind: Literal["Unigram", "BPE"]) -> str:
+    """The JSON of a trained model of tokens."""
     texts = [f"\u2581{first}\u2581{second}" for first in _WORDS for second in _WORDS]
     letters = sorted({*"".join(texts), *"<|>[]/ISTNYabcdefghijklmnopqrstuvwxyz?.,!0123456789"} - {" "})
-    made: dict[str, Any]
     if kind == "Unigram":
         unigram = Tokenizer(models.Unigram())
         unigram.train_from_iterator(
@@ -162,15 +163,21 @@ def sentencepiece_tokenizer(kind: str, template: str) -> PreTrainedTokenizerFast
                 vocab_size=200, special_tokens=_SENTENCEPIECE_SPECIAL, unk_token="<unk>", initial_alphabet=letters
             ),
         )
-        made = json.loads(unigram.to_str())
+        return str(unigram.to_str())
+    bpe = Tokenizer(models.BPE(unk_token="<unk>"))
+    bpe.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(vocab_size=260, special_tokens=_SENTENCEPIECE_SPECIAL, initial_alphabet=letters),
+    )
+    return str(bpe.to_str())
+
+
+def sentencepiece_tokenizer(kind: str, template: str) -> PreTrainedTokenizerFast:
+    """Make a small tokenizer with byte fallback, as conversions of SentencePiece models are written."""
+    made: dict[str, Any] = json.loads(_pieces("Unigram" if kind == "Unigram" else "BPE"))
+    if kind == "Unigram":
         made["model"]["vocab"] += [[f"<0x{byte:02X}>", 0.0] for byte in range(256)]
     else:
-        bpe = Tokenizer(models.BPE(unk_token="<unk>"))
-        bpe.train_from_iterator(
-            texts,
-            trainers.BpeTrainer(vocab_size=260, special_tokens=_SENTENCEPIECE_SPECIAL, initial_alphabet=letters),
-        )
-        made = json.loads(bpe.to_str())
         vocab = made["model"]["vocab"]
         vocab |= {f"<0x{byte:02X}>": len(vocab) + byte for byte in range(256)}
         made["model"]["fuse_unk"] = True

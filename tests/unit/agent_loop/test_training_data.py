@@ -1,5 +1,7 @@
 """Conversations and pairs are read from files, and become tokens."""
 
+import copy
+import functools
 import json
 import re
 from contextlib import nullcontext
@@ -233,8 +235,13 @@ MARKED = """\
 {%- else %}{{ message.content + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"""
 
 
+@functools.cache
+def trained() -> PreTrainedTokenizerFast:
+    return train_tokenizer(demos("calculator", 200), 200)
+
+
 def tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
-    made = train_tokenizer(demos("calculator", 200), 200)
+    made = copy.deepcopy(trained())
     if template is not None:
         made.chat_template = template
     return made
