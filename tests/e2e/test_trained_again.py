@@ -8,7 +8,8 @@ import pytest
 
 from tests.e2e.command import HARDLY_WARM, call, succeed
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+# tests/e2e/test_games.py trains a run again, too, and compares less.
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
 STEPS = 3
 SMALL = [
     *("data.train_batch_groups=2", "rollout.group_size=4", f"trainer.steps={STEPS}", "trainer.checkpoint_every=2"),

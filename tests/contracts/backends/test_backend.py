@@ -65,8 +65,8 @@ IMPLEMENTATIONS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "megatron TP2 DP2 EP2": (4, MEGATRON | {"tensor_parallel": 2, "expert_parallel": 2}, ("qwen3-moe",)),
     "megatron TP2 DP2 EP4": (4, MEGATRON | {"tensor_parallel": 2, "expert_parallel": 4}, ("qwen3-moe",)),
 }
-# tests/unit/trainer/test_model.py tries its option, too.
-TRIED_ALONE = {"fsdp2 x1 checkpointed"}
+# tests/unit/trainer/test_model.py and tests/contracts/trainer/test_ulysses.py try their options, too.
+TRIED_ALONE = {"fsdp2 x1 checkpointed", "fsdp2 x2 that share rows"}
 # The layouts that only combine options of others.
 COMBINED = {
     "fsdp2 x2 compiled, that share rows",

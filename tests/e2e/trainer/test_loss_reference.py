@@ -138,7 +138,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case == "bypassed")) for case in CASES]
+)
 def test_the_trainer_applies_the_reference_loss(model_folder: Path, tmp_path: Path, case: str) -> None:
     algorithm, per_token, by_row = CASES[case]
     rows = recorded()

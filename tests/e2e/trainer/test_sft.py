@@ -190,6 +190,7 @@ def test_two_ranks_train_as_one_does(home: Path, undisturbed: "subprocess.Comple
     assert_trained_alike(weights(home, "two"), weights(home, "plain"), **alike)
 
 
+@pytest.mark.slow
 def test_asked_to_stop_it_saves_and_goes_on_later(
     home: Path, undisturbed: "subprocess.CompletedProcess[str]", started: list[Forked]
 ) -> None:

@@ -15,6 +15,8 @@ ROOT = Path(__file__).parents[3]
 RECIPES = ROOT / "examples" / "recipes"
 # The script that makes a recipe's data, and the package that it imports.
 SCRIPTS = {"search": ("search.py", "bm25s"), "retool": ("tasks.py", ""), "self_play": ("nim.py", "textarena")}
+# Their dry runs do what another recipe's does, or take longest.
+SLOW = {"dapo_math", "reasoning_gym", "search", "self_play"}
 NAMES = sorted(file.parent.name for file in RECIPES.glob("*/config.yaml"))
 
 
@@ -49,7 +51,7 @@ def test_each_recipe_is_described_in_its_folder() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "self_play")) for name in NAMES if name != "dpo"]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in NAMES if name != "dpo"]
 )
 def test_a_dry_run_takes_each_recipe(
     name: str, chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
