@@ -74,7 +74,7 @@ async def score(settings: SandboxConfig, program: str, truth: Any, **code: Any) 
         return await score_by(service, f"I think:\n```python\n{program}\n```", task(text))
 
 
-@pytest.mark.thinned("program", 3)
+@pytest.mark.thinned("program", 6)
 @pytest.mark.parametrize(
     ("program", "truth", "reward"),
     [
@@ -138,7 +138,7 @@ COMPUTED = "want = 1 + 2\nassert add(1, 2) == want"
 ZERO = "def add(a, b):\n    return 0\n"
 
 
-@pytest.mark.thinned("program", 4)
+@pytest.mark.thinned("program", 8)
 @pytest.mark.parametrize(
     ("program", "truth"),
     [
@@ -215,7 +215,7 @@ async def test_a_program_that_is_wrong_passes_no_test(settings: SandboxConfig, p
     assert (scored.scored, scored.error, scored.reward) == (True, "", 0.0)
 
 
-@pytest.mark.thinned("program", 3)
+@pytest.mark.thinned("program", 6)
 @pytest.mark.parametrize(
     ("program", "truth", "reward"),
     [
@@ -457,7 +457,7 @@ async def test_beside_the_program_literals_are_compared_outside(settings: Sandbo
     assert (scored.scored, scored.error, scored.reward) == (True, "", 0.0)
 
 
-@pytest.mark.thinned("program", 3)
+@pytest.mark.thinned("program", 6)
 @pytest.mark.parametrize(
     ("program", "truth"),
     [
