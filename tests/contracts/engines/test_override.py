@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,16 +17,18 @@ from tests.support.rounding import PlainPass
 
 V0 = Version(0, 0)
 PROMPT = [(7 * i + 3) % 60 for i in range(24)]
-OVERRIDES = {
-    "linear": OverrideConfig(rope=RopeConfig(rope_type="linear", factor=16.0)),
-    "theta": OverrideConfig(rope=RopeConfig(rope_theta=50.0)),
-}
+LINEAR, BASE = {"rope_type": "linear", "factor": 16.0}, {"rope_theta": 50.0}
 
 
-@pytest.fixture(params=OVERRIDES)
-def overridden(request: pytest.FixtureRequest, model_folder: Path, tmp_path: Path) -> Path:
+def changed(folder: Path, cache: Path, rope: dict[str, Any]) -> Path:
     """The folder that trainer and engines get."""
-    return overridden_folder(model_folder, OVERRIDES[request.param], tmp_path / "cache")
+    return overridden_folder(folder, OverrideConfig(rope=RopeConfig(**rope)), cache)
+
+
+@pytest.fixture
+def overridden(model_folder: Path, tmp_path: Path) -> Path:
+    """A folder with two changes: one vLLM is enough for both."""
+    return changed(model_folder, tmp_path / "cache", LINEAR | BASE)
 
 
 @pytest.fixture
@@ -38,7 +41,7 @@ def peer(overridden: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_vllm_computes_by_the_changed_rotary_embedding(
-    connect: Connect, overridden: Path, model_folder: Path
+    connect: Connect, overridden: Path, model_folder: Path, tmp_path: Path
 ) -> None:
     engine = connect()
     await send(engine, tensors(overridden), V0)
@@ -47,6 +50,7 @@ async def test_vllm_computes_by_the_changed_rotary_embedding(
     )
     result = await engine.generate(request, session="s")
     row = [*PROMPT, *result.token_ids]
-    changed, plain = PlainPass(scaled(overridden)), PlainPass(scaled(model_folder))
-    assert changed.errors(row, result.logprobs).max() <= 1
-    assert plain.errors(row, result.logprobs).max() > 1, "the model's own embedding is told apart"
+    assert PlainPass(scaled(overridden)).errors(row, result.logprobs).max() <= 1
+    others = [model_folder, *(changed(model_folder, tmp_path / "cache", rope) for rope in (LINEAR, BASE))]
+    for other in others:
+        assert PlainPass(scaled(other)).errors(row, result.logprobs).max() > 1, "each change is told apart"
