@@ -37,7 +37,8 @@ SERVED = [
     ("embedded", "qwen2_5_vl"),
     pytest.param(("vllm", "qwen2_5_vl"), marks=pytest.mark.nightly),
     pytest.param(("vllm", "qwen3_vl"), marks=pytest.mark.slow),
-    pytest.param(("vllm", "idefics3"), marks=pytest.mark.slow),
+    # vLLM's SmolVLM is its Idefics3 with another processor.
+    pytest.param(("vllm", "idefics3"), marks=pytest.mark.nightly),
     pytest.param(("vllm", "smolvlm"), marks=pytest.mark.slow),
 ]
 
