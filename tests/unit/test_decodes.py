@@ -70,6 +70,8 @@ WITHOUT = {
     ("agent_loop/chat_formats/render.py", "nested"): CHECKED,
     ("agent_loop/endpoint.py", "_last_said"): "the endpoint's client encodes it",
     ("agent_loop/environments/harbor.py", "_numbers"): CALLER,
+    ("agent_loop/tools/mcp_connection.py", "_asked"): "the SDK encodes it in this process",
+    ("agent_loop/tools/mcp_connection.py", "_answered"): "the SDK encodes it in this process",
     ("agent_loop/environments/host_process.py", "serve"): PEER,
     ("agent_loop/environments/player/verifiers.py", "main"): PEER,
     ("agent_loop/environments/verifiers.py", "_load"): CHECKED,
