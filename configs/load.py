@@ -452,18 +452,17 @@ def _apply(values: dict[str, Any], override: str, places: Places) -> None:
 
 def _refuse_unknown(key: str, place: str) -> None:
     """Raise ConfigError for a key that does not exist, naming its replacement or the nearest key that does."""
+    parent, _, leaf = key.rpartition(".")
+    names = field_names(parent)
+    if leaf in names:
+        return
     if moved := replacement(key):
         raise ConfigError(f"{place}: unknown key {key!r}{moved}")
-    parent, _, leaf = key.rpartition(".")
-    if struct_at(parent) is None:
-        if foreign := key_hint(key, field_at):
-            raise ConfigError(f"{place}: unknown key {key!r}{foreign}")
+    foreign = key_hint(key, field_at)
+    if not foreign and struct_at(parent) is None:
         _refuse_unknown(parent, place)
         raise ConfigError(f"{place}: {parent} is a single value, not a section")
-    names = field_names(parent)
-    if leaf not in names:
-        hint = key_hint(key, field_at) or nearest(leaf, names, key.removesuffix(leaf))
-        raise ConfigError(f"{place}: unknown key {key!r}{hint}")
+    raise ConfigError(f"{place}: unknown key {key!r}{foreign or nearest(leaf, names, key.removesuffix(leaf))}")
 
 
 def _convert(values: dict[str, Any], places: Places) -> RunConfig:
