@@ -149,7 +149,7 @@ class Episode:
             routed_from=self._row.routed,
         )
         began, at = time.monotonic(), time.time()
-        with telemetry.ChatSpan(self._trace, self.config.model.path, request) as sampled:
+        with telemetry.of_chat(self._trace, self.config.model.path, request) as sampled:
             result = await self._generator.generate(request, session=self._session)
             sampled(result)
         seconds = time.monotonic() - began

@@ -7,11 +7,11 @@ for generative AI and no text of a conversation. ``trace`` is the episode's name
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from prometheus_client import Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -145,40 +145,33 @@ def _of_agent(trace: str, group: LeasedGroup, agent: str) -> dict[str, Value]:
     }
 
 
-class ChatSpan:
-    """Times and spans the sampling of one answer; to be called with the answer."""
+@contextmanager
+def of_chat(trace: str, model: str, request: GenerateRequest) -> Iterator[Callable[[GenerateResult], None]]:
+    """Time and span the sampling of one answer; yields a function to call with it."""
+    span = None
+    if trace:
+        name = Path(model).name
+        about: dict[str, Value] = {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.provider.name": PROVIDER,
+            "gen_ai.conversation.id": trace,
+            "gen_ai.request.model": name,
+            "gen_ai.request.temperature": request.sampling.temperature,
+            "gen_ai.request.max_tokens": request.max_tokens,
+            "gen_ai.usage.input_tokens": len(request.token_ids),
+        }
+        span = tracing.span(trace, f"chat {name}", about, key=request.request_id)
+    with _Timed("chat", span) as found:
 
-    def __init__(self, trace: str, model: str, request: GenerateRequest) -> None:
-        self._prompt, span = len(request.token_ids), None
-        if trace:
-            name = Path(model).name
-            about: dict[str, Value] = {
-                "gen_ai.operation.name": "chat",
-                "gen_ai.provider.name": PROVIDER,
-                "gen_ai.conversation.id": trace,
-                "gen_ai.request.model": name,
-                "gen_ai.request.temperature": request.sampling.temperature,
-                "gen_ai.request.max_tokens": request.max_tokens,
-                "gen_ai.usage.input_tokens": len(request.token_ids),
-            }
-            span = tracing.span(trace, f"chat {name}", about, key=request.request_id)
-        self._timed, self._spanned = _Timed("chat", span), span is not None
+        def note(result: GenerateResult) -> None:
+            _tokens("input").inc(len(request.token_ids))
+            _tokens("output").inc(len(result.token_ids))
+            if span is not None:
+                found["gen_ai.usage.output_tokens"] = len(result.token_ids)
+                found["gen_ai.response.finish_reasons"] = [result.finish_reason]
+                found["rl_async.versions"] = [str(run.version) for run in result.versions]
 
-    def __enter__(self) -> Self:
-        self._found = self._timed.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._timed.__exit__(*error)
-
-    def __call__(self, result: GenerateResult) -> None:
-        """Note the answer."""
-        _tokens("input").inc(self._prompt)
-        _tokens("output").inc(len(result.token_ids))
-        if self._spanned:
-            self._found["gen_ai.usage.output_tokens"] = len(result.token_ids)
-            self._found["gen_ai.response.finish_reasons"] = [result.finish_reason]
-            self._found["rl_async.versions"] = [str(run.version) for run in result.versions]
+        yield note
 
 
 def of_tool(trace: str, name: str, call_id: str) -> AbstractContextManager[dict[str, Value]]:

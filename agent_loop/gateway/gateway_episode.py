@@ -250,7 +250,7 @@ class GatewayEpisode:
         self._in_flight += 1
         began, at = time.monotonic(), time.time()
         try:
-            with telemetry.ChatSpan(self.trace, self._model, generate) as told:
+            with telemetry.of_chat(self.trace, self._model, generate) as told:
                 heard = {} if release is None else {"heard": release.hear}
                 result = await self._generator.generate(generate, session=self.name, **heard)
                 told(result)

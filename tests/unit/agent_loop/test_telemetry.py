@@ -52,7 +52,7 @@ def test_what_is_cancelled_at_the_end_of_a_run_has_not_failed() -> None:
 
 def test_tokens_of_an_answer_are_counted() -> None:
     request = GenerateRequest(request_id="r", token_ids=[1, 2, 3], sampling=Sampling(), max_tokens=8, stop_token_ids=[])
-    with telemetry.ChatSpan("1.0.0", "models/m", request) as sampled:
+    with telemetry.of_chat("1.0.0", "models/m", request) as sampled:
         sampled(GenerateResult(token_ids=[4, 5], logprobs=[0.0, 0.0], versions=[], finish_reason="stop"))
     assert value("rl_async_agent_tokens_total", kind="input") == 3
     assert value("rl_async_agent_tokens_total", kind="output") == 2
