@@ -13,6 +13,7 @@ import sys
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -358,29 +359,47 @@ def test_the_real_seeds_are_trained_by_it(seeds: Any, tmp_path: Path) -> None:
 
 def tabulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *more: str) -> str:
     """The last line that examples/algorithms.py prints about one estimator with two seeds."""
-    words = ["--tasks", "sort", "--advantages", "rloo", "--losses", "--seeds", "1", "2", "--steps", "2"]
-    monkeypatch.setattr(sys, "argv", ["algorithms.py", *words, "--runs", str(tmp_path), *more])
-    importlib.import_module("algorithms").main()
+    words = ["--tasks", "sums", "--advantages", "remax", "--losses", "--seeds", "1", "2", "--steps", "1"]
+    small = ["data.train_batch_groups=2", "rollout.group_size=2"]
+    monkeypatch.setattr(sys, "argv", ["algorithms.py", *words, "--runs", str(tmp_path), *more, *small])
+    algorithms = importlib.import_module("algorithms")
+    monkeypatch.setitem(algorithms.TASKS, "sums", algorithms.TASKS["sums"]._replace(demonstrations=1))
+    algorithms.main()
     return capsys.readouterr().out.splitlines()[-1]
 
 
-def test_algorithms_are_tabulated_as_far_as_they_have_ended_and_then_continued(
+def test_algorithms_are_trained_unless_they_were_and_tabulated_as_far_as_they_have_ended(
     seeds: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["algorithm.advantage=rloo", "trainer.steps=2", "trainer.schedule=constant", "eval.every=0"]
-    for seed, checkpoint in ((1, 2), (2, 1)):
-        folder = tmp_path / f"algorithms-sort-advantage-rloo-{seed}"
-        make_run(folder, checkpoint=checkpoint, steps=[0, 1], config="sort", options=[*options, f"seed={seed}"])
-    ended = tabulated(tmp_path, monkeypatch, capsys, "--ended")
-    assert ended.split(" | ")[1:5] == ["rloo", "0.50", "0.50", "0 of 1"]
-    assert said(tmp_path) == ["audit"]
-    continued = tabulated(tmp_path, monkeypatch, capsys)
-    assert continued.split(" | ")[1:5] == ["rloo", "0.50, 0.50", "0.50, 0.50", "0 of 2"]
-    assert said(tmp_path) == ["audit", "launch", "audit"]
+    file = tmp_path / "sums-advantage-remax-1.json"
+    file.write_text('{"before": 0.25, "after": 0.5, "rewards": []}')
+    found = tabulated(tmp_path, monkeypatch, capsys, "--ended")
+    assert found == "| advantage | remax | 0.25 | 0.50 (0.50 to 0.50) | 1 |"
+    assert "2 |" in tabulated(tmp_path, monkeypatch, capsys)
+    record = json.loads((tmp_path / "sums-advantage-remax-2.json").read_text())
+    assert len(record["rewards"]) == 1 and 0 <= record["after"] <= 1
+    assert '"rewards": []' in file.read_text()
 
 
-def test_a_method_learns_where_its_reward_rises_by_more_than_the_margin(seeds: Any) -> None:
+def test_a_cell_has_the_mean_and_the_range_of_its_seeds(seeds: Any) -> None:
     cells = importlib.import_module("algorithms").cells
-    rising, flat = [0.0] * 5 + [0.5] * 5, [0.2] * 10
-    assert cells({1: rising, 2: None, 3: flat}, 0.1) == ["0.00, 0.20", "0.50, 0.20", "1 of 2"]
-    assert cells({1: rising}, 0.5) == ["0.00", "0.50", "0 of 1"]
+    ended = [{"before": 0.25, "after": after} for after in (0.5, 0.75)]
+    assert cells([*ended, {"before": 0.25, "diverged": "NaN"}]) == ["0.25", "0.62 (0.50 to 0.75)", "2, 1 diverged"]
+    assert cells([]) == ["", "", ""]
+
+
+def test_tasks_hold_out_whole_prompts_and_a_perfect_answer_is_rewarded(seeds: Any) -> None:
+    algorithms = importlib.import_module("algorithms")
+    for task in algorithms.TASKS.values():
+        trained, held_out = task.split()
+        assert not {tuple(each.prompt) for each in trained} & {tuple(each.prompt) for each in held_out}
+        perfect = SimpleNamespace(random=lambda: 1.0)
+        for problem in held_out:
+            episode = algorithms.Episode(problem, list(problem.prompt), [algorithms.asked(problem)])
+            for token in task.demonstration(problem, perfect)[len(problem.prompt) :]:
+                if token < algorithms.NUMBERS:
+                    episode.tokens.append(token)
+                if token < algorithms.NUMBERS and (len(episode.tokens) - len(problem.prompt)) % task.length == 0:
+                    task.answer(episode)
+            assert episode.reward == 1 and episode.ended, problem
+            assert [turn.role for turn in episode.turns[1::2]] == ["assistant"] * (len(episode.turns) // 2)
