@@ -196,16 +196,15 @@ def adapter_way(config: RunConfig) -> Literal["load", "add", "merge"]:
     if config.trainer.lora is None:
         return "merge"
     if way == "auto":
-        return "merge" if config.weight_sync.delta or why_adapters_are_not_loaded(config) else "load"
+        tried = all(traits.loads_adapters for traits in engine_traits(config).values())
+        return "load" if tried and not config.weight_sync.delta and not why_adapters_are_not_loaded(config) else "merge"
     return way
 
 
 def why_adapters_are_not_loaded(config: RunConfig) -> str:
     """Return why the run's engines cannot compute adapters beside their own weights; empty if they can."""
     rollout, lora = config.rollout, config.trainer.lora
-    for kind, traits in engine_traits(config).items():
-        if not traits.loads_adapters:
-            return f"rollout.engine={kind} does not load adapters here"
+    for traits in engine_traits(config).values():
         if lora is not None and traits.adapter_ranks and lora.rank > traits.adapter_ranks[-1]:
             return f"{traits.title} takes ranks up to {traits.adapter_ranks[-1]}, and trainer.lora.rank={lora.rank}"
     if config.mode == "colocated" or config.trainer.lend_devices:

@@ -85,7 +85,7 @@ class EngineTraits:
         transports: The transports that its weights may come by.
         meets_in_files: Whether it can join a group whose store is a file; otherwise the store has an address.
         holds_weights: Whether it can keep a host copy of weights, for weight_sync.delta, .staged and .adapters=add.
-        loads_adapters: Whether it can compute LoRA adapters beside weights that it loads from its model's folder.
+        loads_adapters: Whether weight_sync.adapters=auto lets it load LoRA adapters beside weights of its own.
         adapter_flags: Flags for that; the last one's value is the smallest of ``adapter_ranks`` that suffices.
         adapter_ranks: Ranks that it can be prepared for, ascending; empty if any.
         adapters_with_experts: Whether it can do so with mixtures of experts, too.
@@ -206,6 +206,8 @@ EMBEDDED = EngineTraits(
 )
 
 
+# vLLM takes no others, and SGLang any.
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # The name of our transport in vLLM.
 WEIGHT_TRANSFER = "rl_async"
 # vLLM 0.32 quantises only experts so; rollout_server/vllm/int8.py does it for dense layers.
@@ -292,7 +294,7 @@ VLLM = EngineTraits(
     # On a CPU an engine with experts dies at its first request.
     adapters_with_experts=False,
     adapter_flags=("--enable-lora", "--max-lora-rank"),
-    adapter_ranks=(1, 8, 16, 32, 64, 128, 256, 320, 512),
+    adapter_ranks=ADAPTER_RANKS,
     cpu_sleeps=False,
     route_flags=("--enable-return-routed-experts",),
     expert_flags=("--enable-expert-parallel",),
@@ -334,7 +336,7 @@ SGLANG = EngineTraits(
     refused_flags=(
         *("--model", "--api-key", "--admin-api-key", "--config", "--grpc-mode", "--smg-grpc-mode", "--ssl-certfile"),
         *("--enable-http2", "--tokenizer-worker-num", "--preferred-sampling-params", "--weight-version"),
-        *("--quantization", "--weight-cache-mode", "--enable-lora", "--lora-paths"),
+        *("--quantization", "--weight-cache-mode", "--lora-paths"),
         # Guesses would be accepted that the policy would not sample.
         *("--speculative-accept-threshold-single", "--speculative-accept-threshold-acc"),
         *("--tensor-parallel-size", "--tp", "--expert-parallel-size", "--ep"),
@@ -352,7 +354,11 @@ SGLANG = EngineTraits(
     transports=("gloo", "nccl"),
     meets_in_files=False,
     holds_weights=False,
+    # No server has tried it.
     loads_adapters=False,
+    adapters_with_experts=False,
+    adapter_flags=("--enable-lora", "--lora-target-modules", "all", "--max-lora-rank"),
+    adapter_ranks=ADAPTER_RANKS,
     takes_slices=False,
     reports_pause=False,
     # Its log-probabilities are those of the distribution before the truncation.

@@ -215,3 +215,14 @@ def answer(status: int, reason: str) -> tuple[bytes, list[tuple[bytes, bytes]]]:
     body = json.dumps({"type": "error", "error": {"type": kind, "message": reason, "code": status}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     return body, [*headers, (b"www-authenticate", b"Bearer")] if status == 401 else headers
+
+
+def with_body(scope: Scope, receive: Receive, body: bytes) -> tuple[Scope, Receive]:
+    """Return a request's scope and messages with another body."""
+    headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
+    left = [{"type": "http.request", "body": body}]
+
+    async def replaced() -> Any:
+        return left.pop() if left else await receive()
+
+    return scope | {"headers": [*headers, (b"content-length", str(len(body)).encode())]}, replaced

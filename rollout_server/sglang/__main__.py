@@ -10,15 +10,17 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from rl_async.accelerators import ACCELERATORS, accelerator_here
 from rl_async.configs.engines import SGLANG
 from rl_async.files import UNDECODABLE
-from rl_async.process.http_auth import App, Receive, RequireToken, Scope, Send, check_token
+from rl_async.process.http_auth import App, Receive, RequireToken, Scope, Send, check_token, with_body
 from rl_async.process.role import join_supervisor
 from rl_async.rollout_server.fence import LineageFence
 
@@ -46,8 +48,9 @@ def main() -> None:
     if find_spec("sglang") is None:
         sys.exit(f"{sys.executable} has no SGLang; install rl-async[sglang] there")
     check_token()
-    _check_speculation(sys.argv)
-    _guard_routes()
+    model, method, adapters = _settings(sys.argv)
+    _check_speculation(method)
+    _guard_routes(Path(model) if adapters else None)
     os.environ.update(VARIABLES)
     for name in UNWANTED:
         os.environ.pop(name, None)
@@ -55,23 +58,31 @@ def main() -> None:
     runpy.run_module("sglang.launch_server", run_name="__main__")
 
 
-def _check_speculation(words: Sequence[str]) -> None:
-    """Exit if the command line asks for speculation that samples from another distribution than it reports."""
-    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+def _settings(words: Sequence[str]) -> tuple[str, str | None, bool]:
+    """Return the model, the method of speculation, and whether adapters are loaded, from SGLang's command line."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model-path", default="")
     parser.add_argument(SPECULATION)
-    method = parser.parse_known_args(words)[0].speculative_algorithm
+    parser.add_argument("--enable-lora", action="store_true")
+    found = parser.parse_known_args(words)[0]
+    return found.model_path, found.speculative_algorithm, found.enable_lora
+
+
+def _check_speculation(method: str | None) -> None:
+    """Exit if SGLang would sample from another distribution than it reports."""
     if method is None:
         return
     if method.upper() not in EXACT_SPECULATION:
         sys.exit(f"{SPECULATION} {method} is not among those read here: {', '.join(EXACT_SPECULATION)}")
-    import torch
+    # On other makes than the first the likeliest tokens are taken instead of sampled ones (``_verify_uses_greedy``).
+    if (here := accelerator_here()) != ACCELERATORS[0]:
+        sys.exit(f"{SPECULATION}: on {here.make} SGLang takes the likeliest tokens instead of sampling; leave it out")
 
-    if torch.version.cuda is None:
-        sys.exit(f"{SPECULATION}: without CUDA SGLang takes the likeliest tokens instead of sampling; leave it out")
 
+def _guard_routes(adapted: Path | None) -> None:
+    """Put our middleware around every application that uvicorn serves in this process.
 
-def _guard_routes() -> None:
-    """Put our middleware (token, fence, sleep) around every application that uvicorn serves in this process.
+    These are token, fence, sleep, and adapters of the model ``adapted``, if given.
 
     SGLang has no flag for middleware, and its own --api-key would show in its command line and its log.
     """
@@ -79,6 +90,10 @@ def _guard_routes() -> None:
 
     class Config(uvicorn.Config):
         def __init__(self, app: Any, *arguments: Any, **named: Any) -> None:
+            if adapted is not None:
+                from rl_async.rollout_server.sglang.adapters import PublishedAdapters
+
+                app = PublishedAdapters(app, adapted)
             super().__init__(RequireToken(LineageFence(SleepReport(app))), *arguments, **named)
 
     uvicorn.Config = Config  # type: ignore[misc]
@@ -122,19 +137,13 @@ class SleepReport:
         tags = [tag for tag in named if (tag in self._asleep) != sleep]
         if not tags:
             return await JSONResponse(None)(scope, receive, send)
-        body = msgspec.json.encode(_Tags(tags))
-        headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
-
-        async def only_these() -> Any:
-            return {"type": "http.request", "body": body}
 
         async def note(message: Any) -> None:
             if message["type"] == "http.response.start" and message["status"] == 200:
                 self._asleep = self._asleep | {*tags} if sleep else self._asleep - {*tags}
             await send(message)
 
-        length = (b"content-length", str(len(body)).encode())
-        await self._app(scope | {"headers": [*headers, length]}, only_these, note)
+        await self._app(*with_body(scope, receive, msgspec.json.encode(_Tags(tags))), note)
 
 
 if __name__ == "__main__":

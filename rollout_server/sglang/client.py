@@ -28,7 +28,7 @@ from rl_async.rollout_server.api import (
     parse_version,
 )
 from rl_async.rollout_server.http import EngineHttp
-from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
+from rl_async.weight_sync.protocol import InitInfo, InitTransferBody, UpdateInfo, UpdateWeightsBody
 
 
 class SamplingBody(msgspec.Struct):
@@ -128,6 +128,7 @@ class ServerInfo(msgspec.Struct):
     """Reply of ``GET /server_info``; unknown fields are ignored."""
 
     tp_size: int
+    enable_lora: bool = False
 
 
 class SleepReply(msgspec.Struct):
@@ -260,6 +261,8 @@ class SglangEngine:
         self._running: dict[str, str] = {}
         # The weight-transfer group that this client made the engine join.
         self._group = ""
+        # Whether the engine takes adapters alone, by ``adapters.py``.
+        self._adapters = False
 
     async def generate(self, request: GenerateRequest, *, session: str = "") -> GenerateResult:
         """Sample once, and join the parts of ``stream``."""
@@ -316,24 +319,34 @@ class SglangEngine:
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Stop decoding: ``keep`` the requests (their caches are recomputed) or ``abort`` them.
 
+        With adapters requests are aborted, too, since each keeps its adapters; their callers continue them.
+
         Raises EngineRejected for ``wait``, since SGLang cannot let running requests finish first.
         """
         if mode not in PAUSE_MODES:
             raise EngineRejected(f"SGLang cannot pause with mode {mode!r}; it can: {', '.join(PAUSE_MODES)}")
-        await self._http.call("POST", "/pause_generation", {"mode": PAUSE_MODES[mode]})
+        sent = "abort" if self._adapters else PAUSE_MODES[mode]
+        await self._http.call("POST", "/pause_generation", {"mode": sent})
 
     async def resume(self) -> None:
         await self._http.call("POST", "/continue_generation", {})
 
     async def workers(self) -> int:
-        """Return the number of workers that hold parts of the weights: SGLang's tensor-parallel ranks."""
-        return self._http.decode(await self._http.call("GET", "/server_info"), ServerInfo).tp_size
+        """Return the number of processes that receive: SGLang's tensor-parallel ranks, or the server for adapters."""
+        info = self._http.decode(await self._http.call("GET", "/server_info"), ServerInfo)
+        self._adapters = info.enable_lora
+        return 1 if self._adapters else info.tp_size
 
     async def boxes(self, tensors: Mapping[str, list[int]]) -> None:
         """Return None, since SGLang's workers take whole tensors."""
 
     async def init_transfer(self, init: InitInfo) -> None:
         """Join a weight-transfer group; first leave the earlier one, and one of this name left by another trainer."""
+        if self._adapters:
+            if init.backend == "nccl":
+                raise EngineRejected("SGLang's server receives adapters on the host; use weight_sync.transport=gloo")
+            await self._http.call("POST", "/init_weight_transfer_engine", InitTransferBody(init))
+            return
         if init.backend not in BACKENDS:
             raise EngineRejected(f"SGLang receives weights by {' or '.join(BACKENDS)}, not by {init.backend}")
         if init.store:
@@ -359,6 +372,9 @@ class SglangEngine:
         """
         if staged:
             raise EngineRejected("SGLang cannot stage weights; weight_sync.staged needs another kind of engine")
+        if self._adapters:
+            await self._http.call("POST", "/start_weight_update")
+            return
         try:
             await self._control("/begin_weight_update", BeginBody())
         except EngineRejected as error:
@@ -372,6 +388,9 @@ class SglangEngine:
 
         Raises EngineRejected for pieces of a parameter, deltas, and buckets to hold, which SGLang cannot load.
         """
+        if self._adapters:
+            await self._http.call("POST", "/update_weights", UpdateWeightsBody(info))
+            return
         if not self._group:
             raise EngineRejected("weight update: init_transfer has not been called")
         if info.starts or info.numels:
@@ -388,8 +407,11 @@ class SglangEngine:
 
         The engine must be paused, since SGLang refuses to flush its cache while requests run.
         """
-        await self._control("/end_weight_update", {})
-        await self._http.call("POST", "/flush_cache")
+        if self._adapters:
+            await self._http.call("POST", "/finish_weight_update")
+        else:
+            await self._control("/end_weight_update", {})
+            await self._http.call("POST", "/flush_cache")
         await self._control("/update_weight_version", VersionBody(new_version=str(version)))
 
     async def version(self) -> Version | None:

@@ -260,10 +260,15 @@ def test_every_flag_and_variable_that_we_use_or_refuse_exists(folder: Path) -> N
     config = float32_config("calculator", ["rollout.engine=sglang"], mode="colocated")
     engine = plan(config, Path("runs/mine"), gpus=1).engines[0]
     assert {*SGLANG.sleep_flags} <= {*engine.argv}
+    lora = ["rollout.engine=sglang", "trainer.lora={}"]
+    for way, flags in ((["weight_sync.adapters=load"], {*SGLANG.adapter_flags}), ([], set[str]())):
+        adapted = plan(float32_config("calculator", lora + way), Path("runs/mine"), gpus=2).engines[0]
+        assert {*SGLANG.adapter_flags} & {*adapted.argv} == flags
     flags = {word for word in engine.argv if word.startswith("--")} | {
         *SGLANG.flags,
         *SGLANG.fixed_flags,
         *SGLANG.refused_flags,
+        *(word for word in SGLANG.adapter_flags if word.startswith("--")),
     }
     # The page of SGLang says that these may be added.
     allowed = {"--attn-dp-size", "--enable-fp32-lm-head", "--enable-hierarchical-cache", "--speculative-algorithm"}

@@ -4,7 +4,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
-import torch
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -12,6 +11,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
+from rl_async.accelerators import ACCELERATORS
 from rl_async.process.http_auth import RequireToken
 from rl_async.rollout_server.fence import LineageFence
 from rl_async.rollout_server.sglang import __main__ as start
@@ -27,7 +27,7 @@ def test_routes_ask_for_the_token_first_and_then_for_the_lineage(
     (tmp_path / "token").write_text("t" * 43)
     monkeypatch.setenv("RL_ASYNC_TOKEN_FILE", str(tmp_path / "token"))
     monkeypatch.setattr(uvicorn, "Config", uvicorn.Config)  # restored afterwards
-    start._guard_routes()
+    start._guard_routes(None)
     guarded = uvicorn.Config(application).app
     assert isinstance(guarded, RequireToken)
     assert isinstance(guarded._app, LineageFence) and isinstance(guarded._app._app, start.SleepReport)
@@ -72,18 +72,18 @@ def test_only_tags_that_sleep_are_woken_and_only_others_put_to_sleep() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "cuda", "refused"),
+    ("words", "make", "refused"),
     [
-        ([], None, ""),
-        (["--speculative-algorithm", "NGRAM"], "13.0", ""),
-        (["--speculative-algorithm=EAGLE3"], "13.0", ""),
-        (["--speculative-algorithm", "UNO"], "13.0", "UNO"),
-        (["--speculative-algorithm", "NGRAM"], None, "CUDA"),
+        ([], 1, ""),
+        (["--speculative-algorithm", "NGRAM"], 0, ""),
+        (["--speculative-algorithm=EAGLE3"], 0, ""),
+        (["--speculative-algorithm", "UNO"], 0, "UNO"),
+        (["--speculative-algorithm", "NGRAM"], 1, "likeliest"),
     ],
 )
 def test_speculation_that_would_sample_from_another_distribution_ends_the_start(
-    words: list[str], cuda: str | None, refused: str, monkeypatch: pytest.MonkeyPatch
+    words: list[str], make: int, refused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(start, "accelerator_here", lambda: ACCELERATORS[make])
     with pytest.raises(SystemExit, match=refused) if refused else nullcontext():
-        start._check_speculation(["sglang", *words])
+        start._check_speculation(start._settings(["sglang", *words])[1])
