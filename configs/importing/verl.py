@@ -382,12 +382,7 @@ def _devices(t: Translation, mode: str) -> None:
     if any(key in t.given for key in theirs):
         t.put("trainer.ranks", ranks, *theirs)
         t.put("rollout.engines", max((own or ranks) // each, 1), *theirs)
-        if t.ours.get("rollout.engine") == "sglang" and not own:
-            t.notes.append(
-                f"mode: engines and trainer share {ranks} GPUs there; SGLang cannot here, so that this run takes "
-                f"{2 * ranks}: lower rollout.engines and trainer.ranks, or use rollout.engine=vllm and mode=colocated"
-            )
-        elif not own:
+        if not own:
             t.put("mode", "colocated", *theirs)
     else:
         t.unknown.append("trainer.ranks, rollout.engines and mode: from trainer.nnodes and trainer.n_gpus_per_node")

@@ -144,9 +144,9 @@ def test_the_trainers_of_verl_have_sizes_of_their_own(tmp_path: Path) -> None:
     assert dealt["rollout.expert_parallel"] == 2
 
 
-def test_engines_that_cannot_share_devices_do_not(tmp_path: Path) -> None:
+def test_engines_share_the_trainers_devices_unless_it_is_separate(tmp_path: Path) -> None:
     found = ours(tmp_path, "verl", "run.sh", VERL, f"{ROLLOUT}.name=sglang")
-    assert "mode" not in found and found["rollout.engines"] == 8
+    assert (found["mode"], found["rollout.engines"]) == ("colocated", 8)
     apart = [f"{ROLLOUT}.nnodes=1", "trainer.v1.trainer_mode=separate_async"]
     found = ours(tmp_path, "verl", "run.sh", VERL, *apart)
     assert "mode" not in found and (found["trainer.ranks"], found["rollout.engines"]) == (16, 4)
