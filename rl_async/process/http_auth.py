@@ -225,4 +225,4 @@ def with_body(scope: Scope, receive: Receive, body: bytes) -> tuple[Scope, Recei
     async def replaced() -> Any:
         return left.pop() if left else await receive()
 
-    return scope | {"headers": [*headers, (b"content-length", str(len(body)).encode())]}, replaced
+    return {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}, replaced

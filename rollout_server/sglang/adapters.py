@@ -100,7 +100,7 @@ class PublishedAdapters:
         async def nothing() -> Any:
             return {"type": "http.disconnect"}
 
-        asked = scope | {"path": path, "raw_path": path.encode(), "headers": [(b"content-type", b"application/json")]}
+        asked = {**scope, "path": path, "raw_path": path.encode(), "headers": [(b"content-type", b"application/json")]}
         await self._app(*with_body(asked, nothing, msgspec.json.encode(body)), send)
         if answer[0]["status"] != 200:
             said = b"".join(message.get("body", b"") for message in answer[1:]).decode(errors="replace")
