@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged, UserError
@@ -43,6 +43,22 @@ from rl_async.weight_sync.buckets import dtype_name
 from rl_async.weight_sync.experts import STACKED_FOR_ENGINES, expert_parts, single_layout, single_shards
 from rl_async.weight_sync.layout import Layout, TensorSpec, fsdp2, sharded_dimension
 from rl_async.weight_sync.reshard import ShardedWeights, one_box_each
+
+aten: Any = torch.ops.aten
+# The operations whose results selective checkpointing keeps: products with weights, and attention by fused kernels.
+# Products of batches are not among them, since those of plain attention are as large as the square of a row.
+KEPT = [
+    aten.mm.default,
+    aten.addmm.default,
+    aten._grouped_mm.default,
+    aten._flash_attention_forward.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_fused_attention_overrideable.default,
+    torch.ops.torch_attn._varlen_attn.default,
+]
 
 
 class Fsdp2Backend:
@@ -326,16 +342,26 @@ def mesh_of(device: str, ranks: int, replicas: int, timeout_s: float) -> DeviceM
 def prepare(model: Headed, config: TrainerConfig) -> None:
     """Apply compilation and activation checkpointing to a model's layers, before FSDP puts its hooks around them.
 
-    Layers of a vision tower are not compiled, since the sizes of images differ.
+    Layers of a vision tower are not compiled, since the sizes of images differ, and keep their input alone.
 
     Modules keep their names and class, so checkpoints and exports do not change.
     """
+    whole = list(model.tower_layers()) if config.activation_checkpointing else []
+    if config.activation_checkpointing == "selective":
+        # Inside of what is compiled, because the compiler itself decides what of a graph is kept.
+        for layer in model.decoder.layers:
+            # Transformers adds the biases of experts to their products in place, which may not be done to kept results.
+            biased = any(name.endswith("_proj_bias") for name, _ in layer.named_parameters())
+            kept = [operation for operation in KEPT if not biased or operation != aten._grouped_mm.default]
+            keeping = functools.partial(create_selective_checkpoint_contexts, kept)
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, context_fn=keeping)
+    elif config.activation_checkpointing:
+        whole += model.decoder.layers
     if config.kernels == "compile":
         for layer in model.decoder.layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
-    if config.activation_checkpointing:
-        for layer in (*model.decoder.layers, *model.tower_layers()):
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    for layer in whole:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def shard(model: Any, mesh: DeviceMesh, dtype: torch.dtype, cpu_offload: bool = False) -> Any:

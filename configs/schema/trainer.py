@@ -71,7 +71,11 @@ class TrainerConfig(Config, frozen=True):
         Positive, doc("Tokens per forward pass; shared prompts count once, and padding where rows cannot be packed.")
     ] = 16384
     activation_checkpointing: Annotated[
-        bool, doc("fsdp2: layers keep only their input for the backward pass and recompute the rest.")
+        bool | Literal["selective"],
+        doc(
+            "fsdp2. true: layers keep only their input for the backward pass and recompute the rest. selective: they "
+            "also keep their products with weights and their attention."
+        ),
     ] = False
     cpu_offload: Annotated[
         bool,

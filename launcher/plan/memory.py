@@ -96,9 +96,10 @@ class ModelSize:
     kv_per_token: int
     # The weights of a separate critic.
     critic: int = 0
-    # Kept of each token for the backward pass, also if layers are checkpointed.
+    # Kept of each token for the backward pass, also if layers are checkpointed, whole or selectively.
     activations: int = 0
     checkpointed: int = 0
+    selected: int = 0
     vocab: int = 0
     # The weights of the last layer.
     head: int = 0
@@ -258,6 +259,7 @@ def size_of(model: dict[str, Any]) -> ModelSize | None:
         kv_per_token=2 * layers * keys,
         activations=(layers + 1) * layer + 4 * hidden,
         checkpointed=layers * hidden + 2 * layer + 4 * hidden,
+        selected=layers * (3 * hidden + 2 * queries + 2 * keys + 2 * inner) + 2 * layer + 4 * hidden,
         vocab=vocab,
         head=vocab * hidden,
         experts=experts,
@@ -379,8 +381,9 @@ def forward_bytes(config: RunConfig, size: ModelSize, *, on_gpu: bool) -> int:
 
     A layer keeps its residual stream, normalised and not (6 hidden sizes), its queries before and after norm and
     rotation and the attention output (5), keys (3) and values (1), and the four parts of a gated MLP; the gradients of
-    one layer take as much again. With activation checkpointing a layer only keeps its input, and one layer at a time
-    keeps everything. Logits exist for one chunk of tokens (``trainer/model.py``), twice. Ranks that share rows hold an
+    one layer take as much again. With activation checkpointing a layer only keeps its input, or selectively also the
+    results of its seven products and of attention, and one layer at a time keeps everything. Logits exist for one chunk
+    of tokens (``trainer/model.py``), twice. Ranks that share rows hold an
     equal part of the tokens each; around attention they hold whole rows of a part of the heads.
 
     Rows are distributed over the replicas of the model. The estimate ignores that Megatron's other ranks divide the
@@ -392,6 +395,8 @@ def forward_bytes(config: RunConfig, size: ModelSize, *, on_gpu: bool) -> int:
     logits = min(tokens * size.vocab, LOGITS_CHUNK * (8 if on_gpu else 1)) * 4 * 2
     checkpoints, trainer = config.trainer.activation_checkpointing, config.trainer
     kept = size.checkpointed if checkpoints else size.activations
+    if checkpoints == "selective":
+        kept = size.selected
     seen = size.tower_checkpointed if checkpoints else size.tower_activations
     if trainer.lora or trainer.vision_learning_rate == 0:
         seen = size.tower_layer

@@ -42,6 +42,11 @@ IMPLEMENTATIONS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "fsdp2 x2": (2, {"backend": "fsdp2"}, ("llama", "qwen3-moe", "qwen3-moe-odd")),
     "fsdp2 x1 checkpointed": (1, {"activation_checkpointing": True}, ("llama",)),
     "fsdp2 x1 compiled and checkpointed": (1, {"kernels": "compile", "activation_checkpointing": True}, ("qwen3",)),
+    "fsdp2 x1 compiled, keeping products": (
+        1,
+        {"kernels": "compile", "activation_checkpointing": "selective"},
+        ("qwen3",),
+    ),
     "fsdp2 x2 offloaded": (2, {"cpu_offload": True}, ("qwen3",)),
     "fsdp2 x2 that share rows": (2, {"sequence_parallel": 2}, ("qwen3", "qwen2-tied")),
     "fsdp2 x2 compiled, that share rows": (2, {"sequence_parallel": 2, "kernels": "compile"}, ("qwen3",)),

@@ -27,6 +27,7 @@ OPTIONS: dict[tuple[int, str], dict[str, dict[str, Any]]] = {
     (2, "quick"): {
         "adapters": LORA,
         "sharing rows, checkpointed": {"sequence_parallel": 2, "activation_checkpointing": True},
+        "sharing rows, selective": {"sequence_parallel": 2, "activation_checkpointing": "selective"},
         "adapters, sharing rows": LORA | {"sequence_parallel": 2, "activation_checkpointing": True},
     },
     (4, "quick"): {"all": {"replicas": 2, "activation_checkpointing": True, "cpu_offload": True}},

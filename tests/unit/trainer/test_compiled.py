@@ -56,10 +56,10 @@ def gradients(backend: Fsdp2Backend, batch: Tensors) -> dict[str, Tensor]:
     return found
 
 
-def assert_one_graph_for_all_lengths(model_folder: Path) -> None:
+def assert_one_graph_for_all_lengths(model_folder: Path, selective: bool = False) -> None:
+    options = TrainerConfig(kernels="compile", activation_checkpointing="selective" if selective else False)
     compiled, plain = (
-        Fsdp2Backend(str(model_folder), "float32", "cpu", TrainerConfig(kernels=kernels))
-        for kernels in ("compile", "torch")
+        Fsdp2Backend(str(model_folder), "float32", "cpu", config) for config in (options, TrainerConfig())
     )
     draw = np.random.default_rng(0)
     # One row and many, short and beyond the least length that kernels are told.
@@ -77,8 +77,9 @@ def assert_one_graph_for_all_lengths(model_folder: Path) -> None:
     assert graphs == {1}
 
 
-def test_layers_compile_once_on_a_cpu(model_folder: Path, one_rank: None, tracing: None) -> None:
-    assert_one_graph_for_all_lengths(model_folder)
+@pytest.mark.parametrize("selective", [False, True])
+def test_layers_compile_once_on_a_cpu(model_folder: Path, one_rank: None, tracing: None, selective: bool) -> None:
+    assert_one_graph_for_all_lengths(model_folder, selective)
 
 
 def test_layers_compile_once_with_a_kernel_for_rows(
