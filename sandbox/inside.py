@@ -338,6 +338,7 @@ def _socket_bytes() -> int:
     held = 0
     # A container may forbid it, and a kernel lack it.
     with contextlib.suppress(OSError), socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_SOCK_DIAG) as kernel:
+        kernel.settimeout(WATCH_S)
         for request, wanted, fixed in asked:
             kernel.sendall(MESSAGE.pack(MESSAGE.size + len(request), SOCK_DIAG_BY_FAMILY, NLM_DUMP, 0, 0) + request)
             held += sum(_meminfo(kernel, wanted, fixed))

@@ -159,8 +159,10 @@ def serving(*command: str) -> Iterator[str]:
     """Run a server that prints its port; yield its address."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        yield f"http://127.0.0.1:{int(process.stdout.readline())}/mcp"
-        process.kill()
+        try:
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}/mcp"
+        finally:
+            process.kill()
 
 
 @pytest.fixture(scope="module")
