@@ -8,6 +8,7 @@ import copy
 import difflib
 import io
 import logging
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
@@ -469,7 +470,7 @@ def _convert(values: dict[str, Any], places: Places) -> RunConfig:
     """Convert to a RunConfig. Raises ConfigError with the place of the key whose value does not fit."""
     _refuse_unknown_keys(values, "", places)
     try:
-        return msgspec.convert(values, RunConfig, strict=True)
+        return msgspec.convert(_at_home(values), RunConfig, strict=True)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$")
         key = path.rstrip("`").lstrip(".") or "the config"
@@ -480,6 +481,18 @@ def _convert(values: dict[str, Any], places: Places) -> RunConfig:
             form = ", as in [{name: path.py:function}]" if dotted == "reward.functions" else ""
             hint = f" ({dotted}: {key_text(dotted).type}{form})"
         raise ConfigError(f"{_place(dotted, places)}: {key}: {message[0].lower()}{message[1:]}{hint}") from error
+
+
+def _at_home(value: Any, depth: int = 8) -> Any:
+    """Replace the `~/` at the start of texts, which shells leave alone in ``key=~/file``, by the home directory."""
+    if isinstance(value, str) and value.startswith("~/"):
+        return os.path.expanduser(value)
+    # No key is nested more deeply.
+    if depth and isinstance(value, dict):
+        return {key: _at_home(below, depth - 1) for key, below in value.items()}
+    if depth and isinstance(value, list):
+        return [_at_home(below, depth - 1) for below in value]
+    return value
 
 
 def _refuse_unknown_keys(values: dict[str, Any], section: str, places: Places) -> None:

@@ -94,6 +94,14 @@ def test_text_that_begins_like_a_number_is_text(tmp_path: Path) -> None:
     assert (config.data.path, config.name) == ("2e3/train.parquet", "12e45ab")
 
 
+def test_the_home_directory_is_filled_in_as_a_shell_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    sources = ["data.path=[{path: ~/a.jsonl, prompt: 'of ~/b'}]", "data.make=null"]
+    config = load_config("calculator", [*sources, "launcher.run_dir=~/runs", "reward.functions=[{name: ~/r.py:score}]"])
+    assert config.data.path[0].path == "/home/me/a.jsonl" and config.data.path[0].prompt == "of ~/b"
+    assert (config.launcher.run_dir, config.reward.functions[0].name) == ("/home/me/runs", "/home/me/r.py:score")
+
+
 def test_an_override_may_fill_a_section_that_is_missing(write) -> None:
     config = load_config(write(MINIMAL), ["warm_start.demos_path=demos.parquet", "queue.max_staleness=2"])
     assert config.warm_start is not None and config.warm_start.demos_path == "demos.parquet"
