@@ -76,7 +76,8 @@ def _launch(arguments: argparse.Namespace) -> int:
         print(told, file=sys.stderr)
     # Ray's nodes may have files and packages that this machine lacks.
     if arguments.launcher == "local":
-        check_user_code(given)
+        # A dry run's rehearsal loads it.
+        check_user_code(given, apart=not arguments.dry_run)
         for line in () if given.rollout.replay else try_mcp_servers(given.agent):
             print(line, flush=True)
     config = fetch_sources(given)

@@ -62,18 +62,24 @@ def _try_apart(trial: str, given: object, what: str, limit_s: float) -> str:
     return run_apart("launcher.plan.trials", trial, what=what, limit_s=limit_s, given=msgspec.json.encode(given))
 
 
-def check_user_code(config: RunConfig) -> None:
+def check_user_code(config: RunConfig, *, apart: bool = True) -> None:
     """Raise ConfigError naming the key if code that the run would load does not exist, load or fit.
 
-    Also raises it if the run needs a sandbox and none can be made here.
+    Also raises it if the run needs a sandbox and none can be made here. Unless ``apart``, the user's own code is left
+    to `load_own`, in a process that needs it anyway: a file may import torch, which takes seconds.
     """
     if uses_sandbox(config):
         make_sandbox(config.sandbox)
     named = list(named_code(config))
     _load([(key, name) for key, name in named if not is_user_reference(name)])
-    if own := [(key, name) for key, name in named if is_user_reference(name)]:
+    if apart and (own := [(key, name) for key, name in named if is_user_reference(name)]):
         keys, names = (", ".join(dict.fromkeys(column)) for column in zip(*own))
         _try_apart("code", own, f"{keys}: loading {names}", LOAD_S)
+
+
+def load_own(config: RunConfig) -> None:
+    """Load the user's own code into this process. Raises ConfigError like `check_user_code`."""
+    _load([(key, name) for key, name in named_code(config) if is_user_reference(name)])
 
 
 def named_code(config: RunConfig) -> Iterator[tuple[str, str]]:

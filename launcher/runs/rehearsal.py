@@ -18,7 +18,7 @@ from rl_async.configs.schema.data import DataSource
 from rl_async.configs.schema.reward import RewardTerm
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_USER, ConfigError, DataError, RlAsyncError
-from rl_async.launcher.plan.trials import run_apart, schemas_of
+from rl_async.launcher.plan.trials import load_own, run_apart, schemas_of
 from rl_async.messages import Task
 from rl_async.userload import is_user_reference
 
@@ -45,7 +45,8 @@ class _Trial(msgspec.Struct):
 def rehearse(config: RunConfig, *, whole: bool) -> Findings:
     """Try the user's own loss, advantage, correction and reward functions, and compare a teacher's tokenizer.
 
-    With ``whole`` also read all rows, try the built-in rewards that need no server, and render the first prompt.
+    With ``whole`` also load the user's other code, read all rows, try the built-in rewards that need no server, and
+    render the first prompt.
     Raises ConfigError naming the key, or the row, that the run could not use.
     """
     taught_by = config.algorithm.teacher
@@ -75,6 +76,12 @@ def main() -> int:
 def rehearse_here(config: RunConfig, whole: bool) -> Findings:
     """Do the work of ``rehearse`` in this process, which the user's code may change."""
     findings = Findings()
+    if whole:
+        load_own(config)
+        for schema in schemas_of(_tools(config)).values():
+            if not schema["function"]["description"]:
+                name = schema["function"]["name"]
+                findings.warnings.append(f"agent.tools: {name} has no docstring, which tells the model what it does")
     if _own_algorithm(config):
         # Imported only here, since it imports torch.
         from rl_async.trainer.algorithms.algorithm import build

@@ -41,8 +41,11 @@ def in_place_rewards(x): return torch.where(x.scored, x.rewards.sub_(0.5), 0.0)[
 
 def raises(solution_str): raise RuntimeError("boom")
 def text(solution_str): return "correct"
+def tensor(solution_str): return torch.ones(2)
 def nothing(solution_str): return None
 def no_such_column(solution_str, extra_info): return extra_info["difficulty"]
+
+def wordless(query: str) -> str: return query
 
 class World:
     def __init__(self, task): self.secret = task.extra["secret"]
@@ -114,7 +117,7 @@ def test_the_run_that_the_others_break_is_accepted(tmp_path: Path) -> None:
         *(
             # Each starts a process of its own.
             pytest.param("reward.functions", name, marks=pytest.mark.slow)
-            for name in ("raises", "text", "nothing")
+            for name in ("raises", "text", "nothing", "tensor")
         ),
     ],
 )
@@ -123,6 +126,21 @@ def test_a_broken_function_is_named_behind_its_key(key: str, name: str) -> None:
     with refused(ConfigError) as caught:
         rehearse_here(load_config("calculator", [*OWN, f"{key}={value}"]), whole=True)
     assert str(caught.value).startswith(f"{key}: mine.py:{name}")
+
+
+@pytest.mark.parametrize(("name", "said"), [("syntax:score", "syntax.py:1: "), ("mine:absent", "mine.py has no ")])
+def test_a_file_that_cannot_be_loaded_is_named_behind_its_key(name: str, said: str) -> None:
+    Path("syntax.py").write_text("def score(solution_str)\n")
+    value = name.replace(":", ".py:")
+    with refused(ConfigError) as caught:
+        rehearse_here(load_config("calculator", [*OWN, f"reward.functions=[{{name: {value}}}]"]), whole=True)
+    assert str(caught.value).startswith(f"reward.functions: {said}")
+
+
+def test_a_tool_that_says_nothing_of_itself_is_a_warning() -> None:
+    own = ["agent.tools=[mine.py:wordless]", "agent.unprinted_tools=allow"]
+    (warning,) = rehearse_here(load_config("calculator", [*OWN, *own]), whole=True).warnings
+    assert warning.startswith("agent.tools: wordless ")
 
 
 @pytest.mark.parametrize(
