@@ -1,6 +1,7 @@
 """Files that other processes read while they are written: replaced whole, or appended to line by line."""
 
 import contextlib
+import difflib
 import fcntl
 import functools
 import glob
@@ -34,6 +35,14 @@ log = logging.getLogger("rl_async.files")
 DAMAGE = (*UNDECODABLE, EOFError, zlib.error, gzip.BadGzipFile)
 # In the folder of a Hugging Face model.
 GENERATION_CONFIG = "generation_config.json"
+
+
+def nearest_file(missing: Path) -> str:
+    """Return a question for the file beside a missing one that its name was meant for, or an empty text."""
+    beside = [file.name for file in missing.parent.glob("*") if file.is_file()]
+    close = difflib.get_close_matches(missing.name, beside, n=1)
+    return f"did you mean {missing.parent / close[0]}?" if close else ""
+
 
 _BLOCK = 1 << 16
 # Every line of our files has fewer bytes.

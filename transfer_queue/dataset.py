@@ -36,7 +36,7 @@ from rl_async.configs.schema.data import DataSource
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError
 from rl_async.extraction import extract
-from rl_async.files import UNDECODABLE
+from rl_async.files import UNDECODABLE, nearest_file
 from rl_async.json_values import lost_when_read
 from rl_async.messages import Task
 from rl_async.transfer_queue.chat_messages import (
@@ -110,7 +110,7 @@ def open_files(path: str, first: int | None = None) -> list[Rows]:
 
 def _open_file(file: Path, first: int | None) -> Rows:
     if not file.is_file():
-        raise DataError(f"no file {file}; paths are relative to the working directory")
+        raise DataError(f"no file {file}; {nearest_file(file) or 'paths are relative to the working directory'}")
     if file.suffix not in READERS:
         raise DataError(f"{file}: unknown kind of data set; known: {', '.join(READERS)}, reasoning_gym:NAME")
     return READERS[file.suffix](file, first)

@@ -131,6 +131,9 @@ def _check_run(run: object) -> None:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments. Unlike with argparse alone, overrides may stand between options."""
     parser = make_parser()
+    if not argv:
+        parser.print_help(sys.stderr)
+        parser.exit(EXIT_USER)
     program: Sequence[str] = ()
     # argparse would remove a second "--" from the program's arguments.
     if "--" in argv and argv[0] == "play":
@@ -139,11 +142,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     arguments, left = parser.parse_known_args(argv)
     if program:
         arguments.program += program
-    chosen: argparse.ArgumentParser = arguments.parser
+    chosen: Parser = arguments.parser
     for word in left:
         if word.startswith("-"):
-            known = re.findall(r"--[\w-]+", chosen.format_help())
-            chosen.error(f"unknown option {word}{nearest(word.partition('=')[0], sorted({*known}))}")
+            chosen.error(chosen.unknown(word))
         if not hasattr(arguments, "overrides"):
             chosen.error(f"unknown argument {word}")
         arguments.overrides.append(word)
@@ -170,11 +172,27 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self.set_defaults(parser=self)
+        self._given: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._given = [*args] if args is not None else ()
+        return super().parse_known_args(args, namespace)
+
+    def unknown(self, option: str) -> str:
+        """Return the complaint about an unknown option."""
+        known = re.findall(r"--[\w-]+", self.format_help())
+        return f"unknown option {option}{nearest(option.partition('=')[0], sorted({*known}))}"
 
     def error(self, message: str) -> NoReturn:
         if wrong := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)$", message):
             given, known = wrong[1], re.findall(r"[\w-]+", wrong[2])
             message = message.replace(wrong[0], f"{given!r} is unknown{nearest(given, known)}")
+        elif message.startswith("the following arguments are required"):
+            # A misspelt option is the reason why the right one is missing.
+            options = [word for word in self._given if word.startswith("--") and word != "--"]
+            known = self._option_string_actions
+            strange = (word for word in options if not any(name.startswith(word.partition("=")[0]) for name in known))
+            message = next(map(self.unknown, strange), message)
         super().error(message)
 
 

@@ -15,7 +15,7 @@ from rl_async.configs.derived import GENERATED_PREFIX, eval_parts, files_of, par
 from rl_async.configs.schema.data import WarmStartConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError, UserError
-from rl_async.files import DAMAGE
+from rl_async.files import DAMAGE, nearest_file
 from rl_async.launcher.plan.planning import serves_reward_model
 from rl_async.model_files import INDEX, indexed_files, read_header
 
@@ -58,7 +58,8 @@ def needs_data(config: RunConfig) -> bool:
         if path not in _made_files(config):
             hint = f"; data.make={config.data.make} writes {', '.join(MADE_FILES)}" if config.data.make else ""
             hint += INSTEAD.get(key, "")
-            raise DataError(f"{key}: no file {path}{hint}")
+            close = nearest_file(path)
+            raise DataError(f"{key}: no file {path}{close and f'; {close}'}{hint}")
         missing = True
     return missing
 

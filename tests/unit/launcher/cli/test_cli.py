@@ -263,6 +263,8 @@ def test_the_version_is_printed_without_importing_torch() -> None:
         (["launch", "--config", "calculator", "--dryrun"], "--dry-run"),
         (["launch", "--config", "calculator", "--mode", "disagregated"], "disaggregated"),
         (["view", "runs", "--prot=80"], "--port"),
+        # A required option is missing because it is misspelt.
+        (["launch", "--confg", "calculator"], "--config?"),
     ],
 )
 def test_the_nearest_command_or_option_is_named(
@@ -277,6 +279,17 @@ def test_the_nearest_command_or_option_is_named(
 def test_the_nearest_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.yaml").touch()
     assert "mine.yaml" in only_error(capsys, "config", "show", "mien.yaml")
+
+
+def test_the_nearest_data_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.csv").touch()
+    assert f"did you mean {tmp_path / 'mine.csv'}?" in only_error(capsys, "data", "inspect", str(tmp_path / "min.csv"))
+
+
+def test_the_commands_are_listed_where_none_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 2 and "Train a model" in capsys.readouterr().err
 
 
 def test_pages_named_in_messages_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
