@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Literal
 
 import msgspec
 
+from rl_async.concurrency import Overdue, within
 from rl_async.reward_loop.api import Conversation, Score, ScorerFailed, to_score
 from rl_async.reward_loop.scorers.scorer_registry import describe, get_scorer
 
@@ -136,11 +137,13 @@ async def serve_concurrently(channel: socket.socket, functions: dict[str, Functi
     async def answer(function: Function, request: ScoreRequest) -> None:
         called = asyncio.create_task(_awaited_reply(function, request))
         try:
-            await asyncio.wait({called}, timeout=request.timeout_s)
+            # Not cancelled at the deadline, since a coroutine that swallows that would hold up the reply.
+            reply = await within(request.timeout_s, asyncio.shield(called))
+        except Overdue:
+            reply = ScoreReply(request.number, error=missed(request.timeout_s))
         finally:
             running.pop(request.number)
             called.cancel()
-        reply = called.result() if called.done() else ScoreReply(request.number, error=missed(request.timeout_s))
         if os.getpid() != process:
             os._exit(1)
         writer.write(_framed(reply))

@@ -248,16 +248,14 @@ class _Concurrent:
         reply = self._waiting[number] = loop.create_future()
         channel.write(ScoreRequest(number, scorer, conversation, left_s))
         try:
-            await asyncio.wait([reply], timeout=left_s)
+            return await within(left_s, reply)
         except asyncio.CancelledError:
             self._waiting.pop(number, None)
             channel.write(ScoreRequest(number, scorer, None, left_s))
             raise
-        if not reply.done():
-            reply.cancel()
+        except Overdue:
             loop.call_later(UNBLOCK_S, self._end_if_blocked, channel, number)
-            raise ScorerFailed(missed(timeout_s))
-        return reply.result()
+            raise ScorerFailed(missed(timeout_s)) from None
 
     def _end_if_blocked(self, channel: _Channel, number: int) -> None:
         if number in self._waiting and channel is self._channel:

@@ -262,13 +262,16 @@ async def test_a_scorer_that_hangs_is_killed_and_its_place_is_served_again() -> 
     assert after.error == "" and after.reward != first.reward, "another process answers"
 
 
-async def test_a_pause_of_this_process_counts_little_of_a_scorers_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["takes_a_moment", pytest.param("stands_still_for_a_moment", marks=pytest.mark.slow)])
+async def test_a_pause_of_the_machine_counts_little_of_a_scorers_time(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.setattr(concurrency, "LOOK_S", 0.1)
-    async with RewardService(config(user("takes_a_moment"), timeout_s=1.5)) as service:
-        assert (await score(service, "the process has started")).scored
-        scoring = asyncio.ensure_future(score(service, "42"))
+    async with RewardService(config(user(name), timeout_s=1.5)) as service:
+        assert (await score(service, "starts the process")).scored
+        scoring = asyncio.ensure_future(score(service, "pause"))
         await asyncio.sleep(0.1)
-        time.sleep(1.7)  # noqa: ASYNC251  the process is to stand still
+        time.sleep(1.9)  # noqa: ASYNC251  the process is to stand still
         assert (await scoring).error == ""
 
 

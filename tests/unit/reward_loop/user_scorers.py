@@ -40,6 +40,15 @@ def takes_a_moment(solution_str: str) -> float:
     return 1.0
 
 
+async def stands_still_for_a_moment(solution_str: str) -> float:
+    answer = asyncio.ensure_future(asyncio.sleep(0.3))
+    await asyncio.sleep(0.01)
+    if solution_str == "pause":
+        time.sleep(1.7)  # noqa: ASYNC251  the process is to stand still
+    await answer
+    return 1.0
+
+
 def hangs_on_request(solution_str: str) -> float:
     if solution_str == "hang":
         while True:
