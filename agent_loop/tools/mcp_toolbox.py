@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol, Self, TextIO
 import msgspec
 
 from rl_async.agent_loop.tools.tool import CallableTool, ToolResult, failed
-from rl_async.concurrency import gather_or_cancel, to_the_end
+from rl_async.concurrency import Overdue, gather_or_cancel, to_the_end, within
 from rl_async.configs.derived import PASSED, argv_of, secret_variables
 from rl_async.configs.schema.rollout import McpServerConfig
 from rl_async.errors import ConfigError, McpServerLost
@@ -340,9 +340,8 @@ class McpSessions:
         connection = await self.connection()
         began = asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout(timeout_s):
-                answer = await connection.call(name, arguments)
-        except TimeoutError:
+            answer = await within(timeout_s, connection.call(name, arguments))
+        except Overdue:
             # Calls that were made at once count once, and not at all if one was answered meanwhile: the server works.
             if began >= self._heard:
                 self._heard = asyncio.get_running_loop().time()
