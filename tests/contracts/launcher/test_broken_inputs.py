@@ -24,20 +24,19 @@ from rl_async.launcher.cli.__main__ import main
 from rl_async.launcher.plan.machine import plan_here
 from rl_async.launcher.runs.rehearsal import rehearse_here
 
+# Without torch, which the processes of rewards and environments would import, too.
 MINE = """
-import torch
-
 def scalar(x): return -(x.logprobs * x.advantages)[x.mask].mean()
 def per_row(x): return -(x.logprobs * x.advantages).sum(1)
-def nan(x): return -x.advantages * torch.log(x.logprobs)
+def nan(x): return -x.advantages * x.logprobs.log()
 def in_place(x): return -x.logprobs * x.advantages.mul_(x.mask)
 def on_a_leaf(x): return -x.advantages * x.logprobs.sub_(x.behaviour)
 def detached(x): return -x.advantages * x.logprobs.detach()
 def unknown_name(x): return x.old_log_probs * 2
 
-def past_the_mask(x): return torch.where(x.scored, x.token_rewards.sum(1), 0.0)[:, None] * x.mask
+def past_the_mask(x): return x.token_rewards.sum(1).where(x.scored, 0.0)[:, None] * x.mask
 def no_number(x): return ((x.rewards - x.rewards.mean()) / (x.rewards * 0))[:, None] * x.mask
-def in_place_rewards(x): return torch.where(x.scored, x.rewards.sub_(0.5), 0.0)[:, None] * x.mask
+def in_place_rewards(x): return x.rewards.sub_(0.5).where(x.scored, 0.0)[:, None] * x.mask
 
 def raises(solution_str): raise RuntimeError("boom")
 def text(solution_str): return "correct"
