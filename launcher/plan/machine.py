@@ -33,7 +33,6 @@ from rl_async.configs.derived import (
 )
 from rl_async.configs.engines import ENGINES
 from rl_async.configs.schema.data import ComputeType
-from rl_async.configs.schema.rollout import DATA_PARALLEL
 from rl_async.configs.schema.run import RunConfig, TrackerName
 from rl_async.configs.schema.trainer import SMALL_BUCKET
 from rl_async.errors import ConfigError, UserError
@@ -578,15 +577,10 @@ def check_engines(config: RunConfig, *, on_gpus: bool) -> None:
 
 
 def check_experts(config: RunConfig, gpus: int) -> None:
-    """Raise UserError if an engine would have to quantise experts, or to divide them among copies, on a CPU."""
+    """Raise UserError if an engine would have to quantise experts on a CPU."""
     quantized = config.rollout.quantization
     if gpus > 0 and config.model.device != "cpu":
         return
-    if config.rollout.data_parallel > 1:
-        raise UserError(
-            f"rollout.engine_args: {DATA_PARALLEL}: model.path={config.model.path} has experts, whose copies "
-            "gather tokens on GPUs only in vLLM; use rollout.engines, or a GPU"
-        )
     if quantized == "none":
         return
     for traits in engine_traits(config).values():

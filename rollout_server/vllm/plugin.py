@@ -53,6 +53,7 @@ def register() -> None:
         if not private_names.lacking(private_names.DIVIDED_EXPERTS_ON_CPU):
             _compute_own_experts_alone()
         _check_guesses_at_the_temperature()
+        _gather_tokens_of_copies()
 
 
 def _keep_weights_unpacked() -> None:
@@ -117,6 +118,31 @@ def _compute_own_experts_alone() -> None:
         compute(experts, **named)
 
     CPUUnquantizedExperts.apply = of_this_rank
+
+
+def _gather_tokens_of_copies() -> None:
+    """Give vLLM's CPU build the collectives by which data-parallel copies bring their tokens to a mixture's experts.
+
+    It has them for GPUs only. Copies may have different numbers of tokens, ``sizes``.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    def all_gatherv(group: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
+        if isinstance(input_, list):
+            return [all_gatherv(group, one, dim, sizes) for one in input_]
+        sizes = sizes or [len(input_)] * group.world_size
+        padded = input_.new_zeros(max(sizes), *input_.shape[1:])
+        padded[: len(input_)] = input_
+        parts = [torch.empty_like(padded) for _ in sizes]
+        torch.distributed.all_gather(parts, padded, group=group.device_group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def reduce_scatterv(group: Any, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> Any:
+        total = input_.clone()
+        torch.distributed.all_reduce(total, group=group.device_group)
+        return total.split(sizes or len(total) // group.world_size)[group.rank_in_group]
+
+    CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = all_gatherv, reduce_scatterv
 
 
 def _check_guesses_at_the_temperature() -> None:

@@ -78,6 +78,11 @@ TOUCHED_ON_CPU: Names = {
         "expand_batch_to_tokens": ("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to")
     },
     "vllm.model_executor.layers.utils": {"dispatch_cpu_unquantized_gemm": ("layer", "remove_weight")},
+    "vllm.distributed.device_communicators.base_device_communicator": {
+        "DeviceCommunicatorBase.all_gatherv": ("input_", "dim", "sizes"),
+        "DeviceCommunicatorBase.reduce_scatterv": ("input_", "dim", "sizes"),
+    },
+    "vllm.distributed.device_communicators.cpu_communicator": {"CpuCommunicator": ()},
 }
 # vLLM's own versions of tokens, from 0.32 on; without them ``old_servers.py`` keeps them, by these.
 TOKEN_VERSIONS: Names = {"vllm.v1.engine.output_processor": {"RequestState._weight_version_spans": ()}}

@@ -27,6 +27,8 @@ PATIENT = pytest.mark.timeout(600)
 V0, V1, V2 = Version(0, 0), Version(0, 1), Version(0, 2)
 BY_TENSORS, BY_STAGES = {"tensor_parallel": 2}, {"pipeline_parallel": 2}
 BY_EXPERTS = BY_TENSORS | {"expert_parallel": 2}
+# Two data-parallel copies, each with half of the experts.
+BY_COPIES, COPIES = {"expert_parallel": 2}, ("--data-parallel-size", "2")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,8 @@ def peer(
     """A running engine of each kind and division among ranks."""
     kind, ranks = request.param
     eager = ranks != BY_STAGES  # on a CPU vLLM's later stages fail without its warm-up
-    with running(kind, sparse_folder, tmp_path_factory.mktemp("run"), eager=eager, ranks=ranks) as started:
+    flags = COPIES if ranks == BY_COPIES else ()
+    with running(kind, sparse_folder, tmp_path_factory.mktemp("run"), eager=eager, ranks=ranks, flags=flags) as started:
         yield started
 
 
@@ -66,11 +69,12 @@ def ask(tokens: int, version: Version, routed_from: int = 0) -> GenerateRequest:
     [
         ("embedded", {}),
         pytest.param(("vllm", BY_EXPERTS), marks=[pytest.mark.slow, PATIENT]),
+        pytest.param(("vllm", BY_COPIES), marks=[pytest.mark.slow, PATIENT]),
         pytest.param(("vllm", BY_TENSORS), marks=[pytest.mark.nightly, PATIENT]),
         # A stage holds its layers as a vLLM of one rank does; test_several_ranks.py divides a model so.
         pytest.param(("vllm", BY_STAGES), marks=[pytest.mark.nightly, PATIENT]),
     ],
-    ids=["embedded", "vllm-experts", "vllm-tensors", "vllm-stages"],
+    ids=["embedded", "vllm-experts", "vllm-copies", "vllm-tensors", "vllm-stages"],
     indirect=True,
     scope="module",
 )

@@ -127,13 +127,6 @@ def test_experts_that_an_engine_cannot_quantise_are_refused() -> None:
     check_experts(float32_config("calculator-moe", given), 1)
     check_experts(float32_config("calculator-moe", ["rollout.quantization=fp8"]), 0)
     check_experts(float32_config("calculator-moe", ["rollout.engine=vllm", "rollout.tensor_parallel=2"]), 0)
-    copies = float32_config(
-        "calculator-moe", ["rollout.engine=vllm", "rollout.engine_args=[--data-parallel-size, '2']"]
-    )
-    assert copies.rollout.ranks == 2
-    check_experts(copies, 2)
-    with pytest.raises(UserError, match=r"--data-parallel-size.*rollout\.engines"):
-        check_experts(copies, 0)
 
 
 def test_engines_that_load_no_adapters_beside_experts_get_merged_weights() -> None:
