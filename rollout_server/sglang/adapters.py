@@ -59,25 +59,26 @@ class PublishedAdapters:
             return await self._app(*with_body(scope, receive, named), send)
         if path not in PUBLICATION:
             return await self._app(scope, receive, send)
-        try:
-            await self._publication(scope, path, await Request(scope, receive).body())
-        except UNDECODABLE as error:
-            return await JSONResponse({"error": str(error)}, 400)(scope, receive, send)
-        except WeightSyncError as error:
-            return await JSONResponse({"error": str(error)}, 500)(scope, receive, send)
-        await JSONResponse({})(scope, receive, send)
+        answer = await self._publication(scope, path, await Request(scope, receive).body())
+        await answer(scope, receive, send)
 
-    async def _publication(self, scope: Scope, path: str, body: bytes) -> None:
+    async def _publication(self, scope: Scope, path: str, body: bytes) -> JSONResponse:
         receiver = self._receiver
-        if path == "/init_weight_transfer_engine":
-            await asyncio.to_thread(receiver.init, msgspec.json.decode(body, type=InitTransferBody).init_info)
-        elif path == "/start_weight_update":
-            receiver.start()
-        elif path == "/update_weights":
-            await asyncio.to_thread(receiver.update, msgspec.json.decode(body, type=UpdateWeightsBody).update_info)
-        else:
-            await asyncio.to_thread(receiver.finish)
-            await self._replace(scope)
+        try:
+            if path == "/init_weight_transfer_engine":
+                await asyncio.to_thread(receiver.init, msgspec.json.decode(body, type=InitTransferBody).init_info)
+            elif path == "/start_weight_update":
+                receiver.start()
+            elif path == "/update_weights":
+                await asyncio.to_thread(receiver.update, msgspec.json.decode(body, type=UpdateWeightsBody).update_info)
+            else:
+                await asyncio.to_thread(receiver.finish)
+                await self._replace(scope)
+        except UNDECODABLE as error:
+            return JSONResponse({"error": str(error)}, 400)
+        except WeightSyncError as error:
+            return JSONResponse({"error": str(error)}, 500)
+        return JSONResponse({})
 
     async def _replace(self, scope: Scope) -> None:
         """Have SGLang forget the earlier adapters, and load those that the publication wrote."""
