@@ -15,7 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged, UserError
@@ -350,10 +355,6 @@ def prepare(model: Headed, config: TrainerConfig) -> None:
     if config.activation_checkpointing == "selective":
         # Inside of what is compiled, because the compiler itself decides what of a graph is kept.
         for layer in model.decoder.layers:
-            # Transformers adds the biases of experts to their products in place, which may not be done to kept results.
-            biased = any(name.endswith("_proj_bias") for name, _ in layer.named_parameters())
-            kept = [operation for operation in KEPT if not biased or operation != aten._grouped_mm.default]
-            keeping = functools.partial(create_selective_checkpoint_contexts, kept)
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, context_fn=keeping)
     elif config.activation_checkpointing:
         whole += model.decoder.layers
@@ -362,6 +363,34 @@ def prepare(model: Headed, config: TrainerConfig) -> None:
             layer.forward = torch.compile(layer.forward, dynamic=True)
     for layer in whole:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def keeping() -> tuple[Any, Any]:
+    """Return the contexts of a layer's forward pass and of its second one, which takes the results of ``KEPT``.
+
+    The first raises UserError for a model that changes such a result in place. The second would take what was changed
+    for the original, and torch notices only some of these cases.
+    """
+    kept: set[int] = set()
+
+    def choose(context: SelectiveCheckpointContext, operation: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+        if operation in KEPT:
+            if not context.is_recompute:
+                result = context.op_output[0] if isinstance(context.op_output, tuple) else context.op_output
+                kept.add(result.untyped_storage()._cdata)
+            return CheckpointPolicy.MUST_SAVE
+        # In-place operations change their first argument.
+        if getattr(operation, "_schema", None) is not None and operation._schema.is_mutable and args:
+            changed = args[0]
+            if isinstance(changed, Tensor) and changed.untyped_storage()._cdata in kept:
+                raise UserError(
+                    f"trainer.activation_checkpointing=selective: layers of this model change a product or attention "
+                    f"in place ({operation}); use true"
+                )
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(choose)
+    return contexts
 
 
 def shard(model: Any, mesh: DeviceMesh, dtype: torch.dtype, cpu_offload: bool = False) -> Any:
