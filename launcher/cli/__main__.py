@@ -190,8 +190,8 @@ class Parser(argparse.ArgumentParser):
         elif message.startswith("the following arguments are required"):
             # A misspelt option is the reason why the right one is missing.
             options = [word for word in self._given if word.startswith("--") and word != "--"]
-            known = self._option_string_actions
-            strange = (word for word in options if not any(name.startswith(word.partition("=")[0]) for name in known))
+            names = self._option_string_actions
+            strange = (word for word in options if not any(name.startswith(word.partition("=")[0]) for name in names))
             message = next(map(self.unknown, strange), message)
         super().error(message)
 

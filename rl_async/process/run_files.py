@@ -131,7 +131,7 @@ TRAINER_REMEDY: Mapping[Part, str] = {
     "teacher": "raise trainer.ranks, over which it is sharded, or use algorithm.teacher.endpoint",
     "optimizer": "raise trainer.ranks, over which it is sharded, or set trainer.cpu_offload",
     "gradients": "raise trainer.ranks, or train fewer weights with trainer.lora",
-    "activations": "lower trainer.max_tokens_per_microbatch, or set trainer.activation_checkpointing to selective or true",
+    "activations": "lower trainer.max_tokens_per_microbatch, or set trainer.activation_checkpointing",
     "batch": "lower data.train_batch_groups or rollout.max_model_len",
     "bucket": "lower weight_sync.bucket_bytes",
     "published": "set model.dtype=bfloat16; on a GPU also set weight_sync.transport=disk, which has it on the host, "
