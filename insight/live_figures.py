@@ -356,7 +356,7 @@ def next_commands(folder: Path, *, trained: bool) -> list[str]:
     else:
         commands = {
             f"rl-async show {run}": "shows answers, token by token",
-            f"rl-async view {run}": "shows curves and trajectories in a browser",
+            f"rl-async view {run}": "shows curves in a browser",
             f"rl-async export {run} {run}-model": "writes the trained model",
         }
     width = max(map(len, commands))

@@ -520,8 +520,13 @@ def _inspect_data(arguments: argparse.Namespace) -> int:
     if path is not None and "=" in path and not Path(path).exists():
         path, overrides = None, [path, *overrides]
     if arguments.config is None:
-        if path is None or overrides:
-            raise UserError("data inspect: give PATH, or --config with a config and its overrides")
+        if overrides:
+            raise UserError(
+                f"data inspect: {overrides[0]} changes a config, and none is given; add --config with a preset "
+                "(rl-async config list) or a YAML file"
+            )
+        if path is None:
+            raise UserError("data inspect: give PATH, or --config")
         lines = inspect(DataSource(path=data_files(path, "data.path")))
     else:
         given = [] if path is None else [f"data.path={json.dumps(path, ensure_ascii=False)}", "data.eval_path=null"]

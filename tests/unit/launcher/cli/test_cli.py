@@ -60,6 +60,7 @@ def test_a_misspelt_run_is_answered_with_the_nearest(capsys: pytest.CaptureFixtu
         (["config", "from-verl", "missing.sh"], "missing.sh"),
         (["data", "make", "nothing"], "'nothing'"),
         (["data", "inspect", "missing.parquet"], "missing.parquet"),
+        (["data", "inspect", "missing.parquet", "data.shuffle=false"], "data.shuffle=false changes a config"),
         (["audit", "missing"], "no run folder missing"),
         (["gateway", "missing"], "missing/endpoints.json"),
         (["reward-model", "--pairs", "x.jsonl", "--model", "m", "--out", "rm"], "x.jsonl"),
