@@ -23,6 +23,7 @@ from rl_async.agent_loop.worker import (
 )
 from rl_async.configs.schema.queue import QueueConfig
 from rl_async.configs.schema.reward import JudgeConfig, RewardConfig, RewardTerm
+from rl_async.configs.schema.rollout import TruncationConfig
 from rl_async.errors import ConfigError, EngineLost, QueueLost
 from rl_async.messages import (
     Done,
@@ -31,13 +32,14 @@ from rl_async.messages import (
     Refused,
     Renewed,
     SampleKey,
+    Sampling,
     Task,
     Trajectory,
     Version,
     VersionRun,
 )
 from rl_async.reward_loop.service import RewardService
-from rl_async.rollout_server.api import GenerateRequest, GenerateResult
+from rl_async.rollout_server.api import MOST_ALTERNATIVES, GenerateRequest, GenerateResult
 from tests.conftest import make_rows
 from tests.unit.agent_loop.fakes import leased, run_config
 
@@ -177,6 +179,30 @@ async def test_a_sample_that_is_leased_alone_is_compared_with_new_answers_that_a
         await worker.run()
     assert rewards.compared == [[0, 1]] and not queue.failures
     assert [(row.sample, row.reward) for row in queue.rows] == [(1, 1.0)] and worker.put == 1
+
+
+class Truncating(Engine):
+    """Names as kept the token that it says and, before it, the next one."""
+
+    async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult:
+        assert request.sampling == Sampling(1.0, 0.9, 4) and request.alternatives == MOST_ALTERNATIVES
+        kept = [[(token + 1, -1.0), (token, -1.0)] for token in self.spoken]
+        return replace(await super().generate(request, session=session), alternatives=kept)
+
+
+@pytest.mark.parametrize("partition", ["train", "eval"])
+async def test_rows_to_train_on_name_the_tokens_that_the_sampler_kept(renderer: ChatRenderer, partition: str) -> None:
+    queue, engine = FakeQueue([leased(partition=partition)]), Truncating(renderer)
+    config = run_config({"truncation": TruncationConfig(top_k=4, top_p=0.9)}, loop="single_turn")
+    config = replace(config, eval=replace(config.eval, temperature=1.0))
+    async with asyncio.timeout(20), RewardService(RewardConfig()) as rewards:
+        await AgentWorker(queue, EpisodeRunner(config, renderer, engine), rewards, config).run()
+    (row,) = queue.rows
+    row.header()
+    if partition == "eval":
+        assert row.kept_tokens is None
+    else:
+        assert row.kept_tokens.tolist() == [[token, token + 1] for token in engine.spoken]
 
 
 class Unreadable:
