@@ -261,9 +261,16 @@ def _optimizer(t: Translation, sections: dict[str, Any], off: set[str]) -> None:
     if name == "adamw":
         t.only(f"{OPTIMIZER}.betas1", 0.9)
         t.translate(ADAM_KEYS)
+    elif name == "muon":
+        # Both scale a step by 0.2 sqrt(max(rows, columns)), and decay weights alike.
+        t.put("trainer.optimizer", name, f"{OPTIMIZER}.type")
+        t.only(f"{OPTIMIZER}.mu", 0.95)
+        t.only(f"{OPTIMIZER}.betas1", 0.9)
+        t.translate((Key(f"{OPTIMIZER}.betas2", "trainer.beta2", 0.95),))
+        t.notes.append(f"{OPTIMIZER}.type=muon: Nesterov's momentum here, plain momentum there")
     else:
         t.notes.append(
-            f"{OPTIMIZER}.type={name}: the optimizer here is AdamW, with another best learning rate than "
+            f"{OPTIMIZER}.type={name}: the optimizers here are AdamW and Muon, with another best learning rate than "
             f"{t.ours.get('trainer.learning_rate', 1e-6)}"
         )
     _schedule(t)

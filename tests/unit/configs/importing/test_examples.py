@@ -521,6 +521,18 @@ def test_further_keys_of_prime_rls(tmp_path: Path, given: str, key: str, value: 
     assert ours(tmp_path, "prime-rl", "rl.toml", PRIME_RL, given)[key] == value
 
 
+def test_prime_rls_muon_is_the_one_here_with_its_own_default_of_beta2(tmp_path: Path) -> None:
+    whole = "[trainer]\n[orchestrator]\ngroup_size = 8\n"
+    given = (tmp_path, "prime-rl", "rl.toml", whole, "trainer.optim.type=muon")
+    found = ours(*given)
+    assert found["trainer.optimizer"] == "muon"
+    assert found.get("trainer.beta2", our_default("trainer.beta2")) == 0.95
+    assert ours(*given, "trainer.optim.betas2=0.9")["trainer.beta2"] == 0.9
+    assert "Nesterov" in comments(*given)
+    with pytest.raises(ConfigError, match=r"trainer\.optim\.mu"):
+        ours(*given, "trainer.optim.mu=0.8")
+
+
 def test_defaults_of_prime_rls_that_its_file_leaves_out(tmp_path: Path) -> None:
     found = ours(tmp_path, "prime-rl", "rl.toml", "[trainer]\n[trainer.model.lora]\n[orchestrator]\ngroup_size = 8\n")
     expected = {
