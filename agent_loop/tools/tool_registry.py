@@ -98,7 +98,7 @@ class CodeTools:
 
 
 def _text(result: Result, seconds: float) -> str:
-    """Show the model the output of a program, and how it ended unless well."""
+    """Show the model how a program ended, unless well, and its output, of which a long one is cut at its end."""
     printed = (result.stdout + result.stderr).decode(errors="replace")
     reasons = {
         "seconds": f"stopped: it ran longer than {seconds:.3g} s",
@@ -108,10 +108,12 @@ def _text(result: Result, seconds: float) -> str:
         "files": "stopped: it made too many files",
     }
     if result.limit:
-        return f"{printed.rstrip()}\n[{reasons[result.limit]}]".lstrip()
-    if result.exit < 0:
-        return f"{printed.rstrip()}\n[ended by signal {-result.exit}]".lstrip()
-    return f"{printed.rstrip()}\n[exit code {result.exit}]".lstrip() if result.exit else printed
+        ended = reasons[result.limit]
+    elif result.exit:
+        ended = f"exit code {result.exit}" if result.exit > 0 else f"ended by signal {-result.exit}"
+    else:
+        return printed
+    return f"[{ended}]\n{printed}".rstrip()
 
 
 PYTHON, BASH = Tool(CodeTools.python), Tool(CodeTools.bash)

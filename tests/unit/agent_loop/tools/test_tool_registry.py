@@ -54,10 +54,10 @@ def ended(stdout: bytes = b"", stderr: bytes = b"", exit: int = 0, limit: str = 
     ("result", "text"),
     [
         (ended(b"5\n"), "5\n"),
-        (ended(b"a\n", b"Error: b\n", 1), "a\nError: b\n[exit code 1]"),
+        (ended(b"a\n", b"Error: b\n", 1), "[exit code 1]\na\nError: b"),
         (ended(exit=2), "[exit code 2]"),
         (ended(exit=-11), "[ended by signal 11]"),
-        (ended(b"\xff", exit=-9, limit="output"), "�\n[stopped: it printed too much]"),
+        (ended(b"\xff", exit=-9, limit="output"), "[stopped: it printed too much]\n�"),
         (ended(exit=-9, limit="seconds"), "[stopped: it ran longer than 5 s]"),
     ],
 )
