@@ -36,7 +36,7 @@ from rl_async.configs.derived import is_baseline
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError
 from rl_async.messages import Activity, LeasedGroup, Sampling, ToolCall, Trajectory, Turn
-from rl_async.rollout_server.api import MOST_ALTERNATIVES, GenerateRequest, Generator
+from rl_async.rollout_server.api import MOST_ALTERNATIVES, TIES, GenerateRequest, Generator
 from rl_async.transfer_queue.images import MARK, bound_images, images_of
 from rl_async.userload import is_user_reference, load_user_object
 
@@ -142,7 +142,7 @@ class Episode:
             token_ids=self._row.token_ids.copy(),
             images=list(self._row.images),
             sampling=self._sampling,
-            alternatives=kept_alternatives(self._sampling),
+            alternatives=kept_alternatives(self._sampling, self._group.partition),
             max_tokens=room,
             stop_token_ids=self._chat.stop_token_ids,
             min_version=self._group.min_version,
@@ -361,9 +361,13 @@ def policy_sampling(config: RunConfig, partition: str) -> Sampling:
     return Sampling(temperature) if cut is None else Sampling(temperature, cut.top_p, cut.top_k)
 
 
-def kept_alternatives(sampling: Sampling) -> int:
-    """Return how many of the likeliest tokens to ask an engine for, so that all that the sampler kept are there."""
-    return MOST_ALTERNATIVES if sampling.truncating and not sampling.greedy else 0
+def kept_alternatives(sampling: Sampling, partition: str) -> int:
+    """Return how many of the likeliest tokens to ask an engine for, so that all that the sampler kept are there.
+
+    Nothing but training needs them.
+    """
+    trains = partition == "train" and sampling.truncating and not sampling.greedy
+    return min(sampling.top_k + TIES, MOST_ALTERNATIVES) if trains else 0
 
 
 Loop = Callable[[Episode], Awaitable[str]]

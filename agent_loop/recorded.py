@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from rl_async.agent_loop.chat_formats.format import ChatFormat
+from rl_async.agent_loop.episode import policy_sampling
 from rl_async.configs.derived import samples_per_group
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
@@ -79,16 +80,26 @@ def needed_groups(config: RunConfig) -> list[RecordedGroup]:
 def check_recording(config: RunConfig, chat: ChatFormat | None, vocabulary: int | None = None) -> None:
     """Read all that this run trains of ``rollout.replay``.
 
-    Raises ConfigError for rows that are missing or changed since they were trained, for tokens beyond ``vocabulary``,
-    and for tokens that the tokenizer of ``chat`` decodes to another text. Either check is skipped for None.
+    Raises ConfigError for rows that are missing or changed since they were trained, or sampled under another
+    truncation, for tokens beyond ``vocabulary``, and for tokens that the tokenizer of ``chat`` decodes to another text.
+    Either of the last two checks is skipped for None.
     """
-    recording = Recording(config.rollout.replay)
+    recording, own = Recording(config.rollout.replay), policy_sampling(config, "train")
     for group in needed_groups(config):
         rows = recording.rows(group.step, group.group)
         for row in (row for of_sample in rows.values() for row in of_sample):
-            if vocabulary is not None and not 0 <= row.token_ids.min() <= row.token_ids.max() < vocabulary:
+            theirs = row.sampling
+            if not theirs.greedy and (theirs.top_k, theirs.top_p) != (own.top_k, own.top_p):
                 raise ConfigError(
-                    f"{KEY}={recording.folder}: a row of group {row.group_id} has the token {row.token_ids.max()}, and "
+                    f"{KEY}={recording.folder}: a row of group {row.group_id} was sampled with top_k={theirs.top_k}, "
+                    f"top_p={theirs.top_p}, not by this run's rollout.truncation"
+                )
+            largest = (
+                row.token_ids.max() if row.kept_tokens is None else max(row.token_ids.max(), row.kept_tokens.max())
+            )
+            if vocabulary is not None and not 0 <= row.token_ids.min() <= largest < vocabulary:
+                raise ConfigError(
+                    f"{KEY}={recording.folder}: a row of group {row.group_id} has the token {largest}, and "
                     f"model.path has {vocabulary}: another tokenizer made it"
                 )
             if chat is not None:

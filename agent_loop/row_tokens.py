@@ -67,7 +67,7 @@ class RowTokens:
 
     def arrays(self) -> dict[str, Any]:
         """Return these fields of a Trajectory: token_ids, loss_mask, logprobs, versions, constrained, media,
-        routed_experts and, of a truncating sampler, kept_tokens."""
+        routed_experts, and kept_tokens if the sampler truncates."""
         kept = np.full((len(self._kept), max(map(len, self._kept), default=0)), -1, np.int32)
         for row, tokens in zip(kept, self._kept, strict=True):
             row[: len(tokens)] = tokens

@@ -65,7 +65,8 @@ class RewardScorer(Protocol):
 class Siblings:
     """The samples of one group, whose answers a judge compares once the last of them was played or has failed.
 
-    Those that an earlier lease has put already are played once more, only to be compared with.
+    Those that this lease lacks, since an earlier one has put them or plays them, are played once more, only to be
+    compared with.
 
     ``spawn`` starts the comparison as a task, which the end of the run cancels.
     """
@@ -235,10 +236,13 @@ class AgentWorker:
             self._less_work.set()
 
     async def _oppose(self, group: LeasedGroup, sample: int, siblings: Siblings) -> None:
-        """Play a sample that the queue has already, for the judge to compare its answer; nothing is put."""
-        async with self._slots:
-            rows = await self._rows(group, sample, {})
-        siblings.arrive(rows if isinstance(rows, list) else None)
+        """Play a sample of the group that this lease lacks, for the judge to compare its answer; put nothing."""
+        rows = None
+        try:
+            async with self._slots:
+                rows = await self._rows(group, sample, {})
+        finally:
+            siblings.arrive(rows if isinstance(rows, list) else None)
 
     async def _hand_in(
         self, group: LeasedGroup, sample: int, rows: list[Trajectory] | str | None, images: Mapping[str, bytes]

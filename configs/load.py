@@ -487,7 +487,7 @@ def _at_home(value: Any, depth: int = 8) -> Any:
     """Replace the `~/` at the start of texts, which shells leave alone in ``key=~/file``, by the home directory."""
     if isinstance(value, str) and value.startswith("~/"):
         return os.path.expanduser(value)
-    # No key is nested more deeply.
+    # No path stands deeper, and foreign mappings may contain themselves.
     if depth and isinstance(value, dict):
         return {key: _at_home(below, depth - 1) for key, below in value.items()}
     if depth and isinstance(value, list):

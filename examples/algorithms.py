@@ -333,6 +333,12 @@ def main() -> None:
     arguments = parser.parse_intermixed_args()
     methods = [("advantage", name) for name in arguments.advantages] + [("loss", name) for name in arguments.losses]
     torch.set_num_threads(1)
+    own = {"steps": arguments.steps, "override": arguments.override}
+    settings = arguments.runs / "settings.json"
+    if settings.exists() and (theirs := json.loads(settings.read_text())) != own:
+        parser.error(f"{arguments.runs} has runs with {theirs}; give another --runs")
+    arguments.runs.mkdir(parents=True, exist_ok=True)
+    settings.write_text(json.dumps(own))
     found: dict[tuple[str, str, str], list[dict[str, float]]] = {}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     # One seed of all methods first, so that a table of half the runs compares them.

@@ -173,7 +173,7 @@ class Program:
                 # The keeper was killed, and processes of the program may hold the other pipes open.
                 if not read[self._status] and self._status not in waiting.get_map():
                     break
-        said = {fd: end_of(text.decode(errors="replace"), whole[fd] - len(text)) for fd, text in read.items()}
+        said = {fd: end_of(text.decode(errors="replace"), whole[fd] - len(text), "bytes") for fd, text in read.items()}
         code = said[self._status].strip()
         ended = Outcome("", said[out], said[err], int(code or 0))
         if code and ended.exit_code >= 0:
@@ -182,9 +182,9 @@ class Program:
         return ended._replace(problem=told(f"its program {how}", ended.last_words))
 
 
-def end_of(text: str, cut: int) -> str:
-    """Return the end of an output; if so many bytes or characters before it were cut, its first line says so."""
-    return f"[cut: {cut} more before this]\n{text}" if cut else text
+def end_of(text: str, cut: int, unit: str) -> str:
+    """Return the end of an output; if so much before it was cut, its first line says so."""
+    return f"[cut: {cut} more {unit} before this]\n{text}" if cut else text
 
 
 def told(what: str, last_words: str) -> str:
@@ -394,7 +394,7 @@ class Player:
         self, episode: RemoteEpisode, program: Program, ended: Outcome, left_s: float
     ) -> tuple[float | None, str, str]:
         code, output = ended.exit_code, "\n".join(filter(None, [ended.stdout, ended.stderr]))
-        about = {"exit_code": code, "output": end_of(output[-OUTPUT:], max(0, len(output) - OUTPUT))}
+        about = {"exit_code": code, "output": end_of(output[-OUTPUT:], max(0, len(output) - OUTPUT), "characters")}
         try:
             if self._reward is None:
                 answer = episode.score(about)

@@ -22,6 +22,8 @@ PauseMode = Literal["keep", "wait", "abort"]
 FinishReason = Literal["stop", "length", "abort"]
 # The likeliest tokens that engines give, and so the most that a truncating sampler may keep; vLLM's own default.
 MOST_ALTERNATIVES = 20
+# A sampler may keep tokens beyond top_k that are as likely as the last one; so many more are asked for.
+TIES = 4
 # The log-probability of a token that the sampler dropped is at most this in vLLM's answers, which have no infinity.
 DROPPED = -9999.0
 # A kept set's probabilities sum to 1, but for the rounding of a normaliser over the vocabulary and of its logits.
@@ -174,7 +176,7 @@ class IncomingAnswer:
     def __init__(self, url: str, request: GenerateRequest, read_version: ReadVersion) -> None:
         self._url, self._oldest, self._read_version = url, request.min_version, read_version
         self._prompt, self._routed_from = len(request.token_ids), request.routed_from
-        self._truncating = bool(request.alternatives) and request.sampling.truncating
+        self._truncating = bool(request.alternatives) and request.sampling.truncating and not request.sampling.greedy
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._alternatives: list[list[tuple[int, float]]] = []
@@ -199,8 +201,8 @@ class IncomingAnswer:
             if len(sums) != len(tokens) or any(abs(total - 1) > WHOLE for total in sums):
                 raise EngineRejected(
                     f"{self._url} did not name all tokens that rollout.truncation kept: their probabilities sum to "
-                    f"{min(sums, default=0):.4g}; start vLLM with --logprobs-mode processed_logprobs, use a newer one, "
-                    "or set a smaller rollout.truncation.top_k"
+                    f"{min(sums, default=0):.4g}; vLLM needs --logprobs-mode processed_logprobs, or a "
+                    "newer version; otherwise set a smaller rollout.truncation.top_k"
                 )
         self._tokens += tokens
         self._logprobs += logprobs

@@ -347,7 +347,7 @@ def mesh_of(device: str, ranks: int, replicas: int, timeout_s: float) -> DeviceM
 def prepare(model: Headed, config: TrainerConfig) -> None:
     """Apply compilation and activation checkpointing to a model's layers, before FSDP puts its hooks around them.
 
-    Layers of a vision tower are not compiled, since the sizes of images differ, and keep their input alone.
+    Layers of a vision tower are not compiled, since the sizes of images differ, and keep only their input.
 
     Modules keep their names and class, so checkpoints and exports do not change.
     """
@@ -368,8 +368,8 @@ def prepare(model: Headed, config: TrainerConfig) -> None:
 def keeping() -> tuple[Any, Any]:
     """Return the contexts of a layer's forward pass and of its second one, which takes the results of ``KEPT``.
 
-    The first raises UserError for a model that changes such a result in place. The second would take what was changed
-    for the original, and torch notices only some of these cases.
+    The first raises UserError for an operation that changes such a result, given as its first argument. The second
+    would take what was changed for the original, and torch notices only some of these cases.
     """
     kept: set[int] = set()
 
@@ -379,7 +379,6 @@ def keeping() -> tuple[Any, Any]:
                 result = context.op_output[0] if isinstance(context.op_output, tuple) else context.op_output
                 kept.add(result.untyped_storage()._cdata)
             return CheckpointPolicy.MUST_SAVE
-        # In-place operations change their first argument.
         if getattr(operation, "_schema", None) is not None and operation._schema.is_mutable and args:
             changed = args[0]
             if isinstance(changed, Tensor) and changed.untyped_storage()._cdata in kept:

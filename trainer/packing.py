@@ -164,7 +164,7 @@ class Tensors(msgspec.Struct):
         tree: The prefixes that rows share, for a model that computes them once.
         experts: The experts that the engines chose, -1 where they were not recorded; on the host.
         images: The images that rows show; None without any.
-        kept: The tokens that a token was chosen from, filled up with -1, which all are where no sampler dropped any.
+        kept: The tokens that a token was chosen from, padded with -1; all -1 where sampling was not truncated.
     """
 
     tokens: Tensor  # int64 [B, T]

@@ -27,6 +27,7 @@ from rl_async.messages import Task
 from rl_async.picture_decoder import Want
 from rl_async.pictures import PictureProcessor
 from rl_async.transfer_queue.images import (
+    TEXT_MARK,
     as_parts,
     bound_images,
     canonical,
@@ -172,7 +173,7 @@ def to_messages(value: Any, place: str, *, role: str = "user", folder: Path | No
         raise DataError(f"{place}: needs a list of messages or a text, got {short(value)}")
     messages = [_message(message, f"{place}, message {number}", folder) for number, message in enumerate(value)]
     _match_results(messages, place)
-    _order_results(messages)
+    _order_results(messages, place)
     _bound_images(messages, place)
     return messages
 
@@ -186,13 +187,22 @@ def _match_results(messages: Sequence[Message], place: str) -> None:
             raise DataError(f"{place}, message {number}: no earlier call has the id {short(message['tool_call_id'])}")
 
 
-def _order_results(messages: list[Message]) -> None:
-    """Put results that name their calls into the order of these, since many templates print no ids."""
+def _order_results(messages: list[Message], place: str) -> None:
+    """Put results that name their calls into the order of these, since many templates print no ids.
+
+    Raises DataError if images stand in such results, since their marks would get those of others.
+    """
     for start, message in enumerate(messages, 1):
         places = {call["id"]: place for place, call in enumerate(message.get("tool_calls", ())) if "id" in call}
         results = list(takewhile(lambda later: later["role"] == "tool", messages[start:])) if places else []
         if all(result.get("tool_call_id") in places for result in results):
-            messages[start : start + len(results)] = sorted(results, key=lambda one: places[one["tool_call_id"]])
+            ordered = sorted(results, key=lambda one: places[one["tool_call_id"]])
+            if ordered != results and any(TEXT_MARK in one["content"] for one in results):
+                raise DataError(
+                    f"{place}, message {start}: results with {TEXT_MARK} stand in another order than their calls; give "
+                    "both in one order"
+                )
+            messages[start : start + len(results)] = ordered
 
 
 def _bound_images(messages: Sequence[Message], place: str) -> None:

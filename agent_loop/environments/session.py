@@ -4,6 +4,7 @@ Users' methods are awaited or run in a thread, with a deadline; errors name the 
 reach the model as plain text, without ANSI escapes. In a game each role has a conversation of its own.
 """
 
+import asyncio
 import inspect
 import logging
 import math
@@ -56,17 +57,20 @@ async def call_user(what: str, function: Callable[..., Any], *arguments: Any, ti
 
     Raises EnvironmentFailed if it raises or misses its deadline, except for errors of ours, which pass through.
     """
-    limit_s = math.inf if timeout_s is None else timeout_s
+    limit_s, deadline = math.inf if timeout_s is None else timeout_s, asyncio.timeout(timeout_s)
     try:
-        if inspect.iscoroutinefunction(function):
-            return await within(limit_s, contained(function(*arguments)))
-        return await within(limit_s, USER_CALLS.call(lambda: function(*arguments)))
+        if not inspect.iscoroutinefunction(function):
+            return await within(limit_s, USER_CALLS.call(lambda: function(*arguments)))
+        # In this task and not in one of its own, which `within` would need: what one of an environment's coroutines
+        # enters, such as a task group of anyio, another one of them leaves.
+        async with deadline:
+            return await contained(function(*arguments))
     except RlAsyncError:
         raise
-    except Overdue:
-        raise EnvironmentFailed(f"{what} did not finish within {limit_s:g} s ({KEY})") from None
     # An environment is the user's code and may raise anything; its sample fails and is given out again.
     except Exception as error:
+        if isinstance(error, Overdue) or (isinstance(error, TimeoutError) and deadline.expired()):
+            raise EnvironmentFailed(f"{what} did not finish within {limit_s:g} s ({KEY})") from None
         raise EnvironmentFailed(f"{what} raised {told(error)} ({raised_at(error)})") from error
 
 

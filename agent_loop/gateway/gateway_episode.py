@@ -411,7 +411,7 @@ class GatewayEpisode:
             token_ids=given,
             images=list(prompt.images),
             sampling=self._sampling,
-            alternatives=kept_alternatives(self._sampling),
+            alternatives=kept_alternatives(self._sampling, self.group.partition),
             max_tokens=room if request.max_tokens is None else min(room, request.max_tokens),
             stop_token_ids=self._chat.stop_token_ids,
             min_version=self.group.min_version,

@@ -298,9 +298,10 @@ class _Cancelled(msgspec.Struct, rename="camel", frozen=True):
 
 
 class _Sent(msgspec.Struct):
-    """What a message of ours is about: its id, and the request that it cancels."""
+    """What a message of ours is about: its id, its method if it is no answer, and the request that it cancels."""
 
     id: int | str = ""
+    method: str = ""
     params: _Cancelled = _Cancelled()
 
 
@@ -321,6 +322,8 @@ class SdkConnection:
         self._most_values = MOST_VALUES
         # Answers over HTTP, by the ids of their requests.
         self._bodies = weakref.WeakValueDictionary[int | str, BoundedBody]()
+        # Calls that were cancelled before their answers began.
+        self._given_up = set[int | str]()
 
     @property
     def lost(self) -> bool:
@@ -456,8 +459,12 @@ class SdkConnection:
         """Give up the answer to a call that was cancelled: the SDK tells the server, and reads its stream on."""
         if request.method == "POST":
             sent = msgspec.json.decode(request.content, type=_Sent)
-            if (body := self._bodies.get(sent.params.request_id)) is not None:
+            if (cancelled := sent.params.request_id) == "":
+                return
+            if (body := self._bodies.get(cancelled)) is not None:
                 body.abandoned = True
+            else:
+                self._given_up.add(cancelled)
 
     async def _answered(self, response: httpx2.Response) -> None:
         """Notice answers that end a session: an expired one, say, or a proxy whose server is gone. Bound the others."""
@@ -466,7 +473,12 @@ class SdkConnection:
         response.encoding = "utf-8"
         response.stream = body = BoundedBody(response, self._measure)
         if response.request.method == "POST":
-            self._bodies[msgspec.json.decode(response.request.content, type=_Sent).id] = body
+            sent = msgspec.json.decode(response.request.content, type=_Sent)
+            # A notification has no id, and an answer that of a request of the server's.
+            if sent.method and sent.id != "":
+                self._bodies[sent.id] = body
+                body.abandoned = sent.id in self._given_up
+                self._given_up.discard(sent.id)
         over = response.status_code in GONE or response.status_code >= 500
         if over and self._client.done() and response.request.method == "POST":
             self._status = response.status_code

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, Self, get_type_hints
 import msgspec
 
 from rl_async.agent_loop.step import Step, checked
-from rl_async.concurrency import DaemonCalls, contained, within
+from rl_async.concurrency import DaemonCalls, Overdue, contained, within
 from rl_async.errors import ConfigError, EnvironmentFailed
 from rl_async.transfer_queue.images import IMAGE_PARTS, read_parts
 from rl_async.userload import encodable, raised_at
@@ -79,7 +79,7 @@ class Tool:
             said = value.observation if isinstance(value, Step) else value
             text, images = ("", ()) if isinstance(value, Step) and said is None else _said(said)
             text = encodable(text)
-        except TimeoutError:
+        except Overdue:
             return failed("timeout")
         # A tool is the user's code and may raise anything; its errors go to the model and do not end the run.
         except Exception as error:

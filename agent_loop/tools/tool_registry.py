@@ -98,7 +98,7 @@ class CodeTools:
 
 
 def _text(result: Result, seconds: float) -> str:
-    """Show the model how a program ended, unless well, and its output, of which a long one is cut at its end."""
+    """Show the model how a program failed, if it did, and then its output, whose end may be cut off."""
     printed = (result.stdout + result.stderr).decode(errors="replace")
     reasons = {
         "seconds": f"stopped: it ran longer than {seconds:.3g} s",

@@ -162,7 +162,7 @@ def _adapters(t: Translation, sections: dict[str, Any]) -> None:
 
 def _batch(t: Translation) -> None:
     """Groups of a step. Raises ConfigError where prime-rl refuses the batch, too."""
-    group = t.number("orchestrator.group_size", 1)
+    group = t.number("orchestrator.group_size", 1, least=1)
     if tokens := t.take("orchestrator.token_batch_size"):
         default = our_default("data.train_batch_groups")
         t.unknown.append(
@@ -185,7 +185,7 @@ def _devices(t: Translation) -> None:
     copies = ("inference.vllm.data_parallel_size", "inference.parallel.dp")
     if t.take("deployment.type", "single_node") == "multi_node":
         per_replica = t.number("deployment.num_infer_nodes", 1) if given is not None else _nodes_of_a_replica(t)
-        replicas = t.number("deployment.num_infer_replicas", 1)
+        replicas = t.number("deployment.num_infer_replicas", 1, least=1)
         gpus = per_replica * replicas * each
         t.put("trainer.ranks", nodes * each, "deployment.num_train_nodes")
         if together := t.number("deployment.nodes_per_fsdp_group", 0):

@@ -69,11 +69,13 @@ class Translation:
         self._used.add(key)
         return self.given.get(key, default)
 
-    def number(self, key: str, default: int) -> int:
-        """Take a number. Raises ConfigError, naming the key, if it is something else."""
+    def number(self, key: str, default: int, least: int | None = None) -> int:
+        """Take a whole number. Raises ConfigError, naming the key, if it is something else or less than ``least``."""
         value = self.take(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{key}: {value!r} is not a number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not float(value).is_integer():
+            raise ConfigError(f"{key}: {value!r} is not a whole number")
+        if least is not None and value < least:
+            raise ConfigError(f"{key}: {value!r} is less than {least}")
         return int(value)
 
     def put(self, key: str, value: Any, *theirs: str) -> None:

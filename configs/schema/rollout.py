@@ -278,8 +278,9 @@ DATA_PARALLEL = "--data-parallel-size"
 class TruncationConfig(Config, frozen=True, kw_only=True):
     """The tokens that are sampled at all, in training and evaluation. The trainer renormalises over the same ones."""
 
-    # As many as engines name for each sampled token (``rollout_server/api.py``). One alone would teach nothing.
-    top_k: Annotated[int, Meta(ge=2, le=20, description="So many of the likeliest tokens; engines name no more.")]
+    # Engines name MOST_ALTERNATIVES (``rollout_server/api.py``), and vLLM keeps those that tie with the last one, too.
+    # A single token would teach nothing.
+    top_k: Annotated[int, Meta(ge=2, le=16, description="The number of likeliest tokens that are sampled.")]
     top_p: Annotated[
         float, Meta(gt=0, le=1, description="Of these, the likeliest whose probabilities sum to at least this.")
     ] = 1.0

@@ -665,12 +665,13 @@ class EngineCore:
         for row, reason in restrict(logits, [sequence.matcher for sequence in batch]).items():
             batch[row].stuck = reason
         distribution = sampler.distribution(logits)
-        for row, sequence in enumerate(batch):
-            if sequence.alternatives:
-                found = distribution[row].topk(min(sequence.alternatives, distribution.shape[1]))
-                pairs = zip(found.indices.tolist(), found.values.tolist(), strict=True)
-                # Tokens that the sampler dropped, or a grammar, have no logarithm that JSON could hold.
-                sequence.likeliest.append([pair for pair in pairs if pair[1] > -math.inf])
+        if most := max(sequence.alternatives for sequence in batch):
+            found = distribution.topk(min(most, distribution.shape[1]))
+            for sequence, tokens, logprobs in zip(batch, found.indices.tolist(), found.values.tolist(), strict=True):
+                if sequence.alternatives:
+                    pairs = list(zip(tokens, logprobs, strict=True))[: sequence.alternatives]
+                    # Tokens that the sampler dropped, or a grammar, have no logarithm that JSON could hold.
+                    sequence.likeliest.append([pair for pair in pairs if pair[1] > -math.inf])
         return sampler.draw(distribution)
 
     def _append(self, batch: list[Sequence], tokens: Tensor, logprobs: Tensor) -> list[Sequence]:

@@ -10,6 +10,7 @@ A request keeps its adapter to its end, so none may run when adapters are replac
 """
 
 import asyncio
+import atexit
 import json
 import shutil
 import tempfile
@@ -43,14 +44,19 @@ class PublishedAdapters:
         base = in_daemon_thread(lambda: weights_name(model), "weights-name")
         # With this loader the receiver takes nothing but adapters.
         self._receiver = WeightReceiver(Assembler(lambda tensors: None), "cpu", AdapterLoader(base.result, self._write))
+        self._root = tempfile.mkdtemp(prefix="rl-async-adapters-")
+        atexit.register(shutil.rmtree, self._root, ignore_errors=True)
         # The files of the adapters that SGLang has loaded, and of those that it is to load next.
         self._folder: Path | None = None
         self._next: Path | None = None
+        # Set once SGLang was first asked to load adapters. From then on no request may be answered by the base, also
+        # while they are replaced: SGLang looks the name up when its pause is over, and refuses one that it lacks.
+        self._named = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the routes of a publication, as vLLM has them, name the adapters in requests, and pass the rest on."""
         path = scope.get("path") if scope.get("method") == "POST" else None
-        if path == "/generate" and self._folder is not None:
+        if path == "/generate" and self._named:
             body = await Request(scope, receive).body()
             try:
                 named = msgspec.json.encode(msgspec.json.decode(body, type=dict[str, Any]) | {"lora_path": NAME})
@@ -84,15 +90,22 @@ class PublishedAdapters:
         """Have SGLang forget the earlier adapters, and load those that the publication wrote."""
         if self._next is None:
             raise WeightSyncError("the publication ended without adapters")
-        old, self._folder = self._folder, None
-        if old is not None:
-            await self._ask(scope, "/unload_lora_adapter", {"lora_name": NAME})
-            await asyncio.to_thread(shutil.rmtree, old)
-        await self._ask(scope, "/load_lora_adapter", {"lora_name": NAME, "lora_path": str(self._next)})
+        if self._named:
+            # An earlier publication may have failed before or after this. SGLang loads no name that it still has.
+            await self._refusal(scope, "/unload_lora_adapter", {"lora_name": NAME})
+        self._named = True
+        loads = {"lora_name": NAME, "lora_path": str(self._next)}
+        if refusal := await self._refusal(scope, "/load_lora_adapter", loads):
+            raise WeightSyncError(refusal)
+        if self._folder is not None:
+            await asyncio.to_thread(shutil.rmtree, self._folder)
         self._folder, self._next = self._next, None
 
-    async def _ask(self, scope: Scope, path: str, body: dict[str, str]) -> None:
-        """POST to one of SGLang's own routes, behind the guards that this request has passed."""
+    async def _refusal(self, scope: Scope, path: str, body: dict[str, str]) -> str:
+        """POST to one of SGLang's own routes, behind the guards that this request has passed.
+
+        Returns what SGLang answered if it refused, else nothing.
+        """
         answer: list[Any] = []
 
         async def send(message: Any) -> None:
@@ -103,12 +116,13 @@ class PublishedAdapters:
 
         asked = {**scope, "path": path, "raw_path": path.encode(), "headers": [(b"content-type", b"application/json")]}
         await self._app(*with_body(asked, nothing, msgspec.json.encode(body)), send)
-        if answer[0]["status"] != 200:
-            said = b"".join(message.get("body", b"") for message in answer[1:]).decode(errors="replace")
-            raise WeightSyncError(f"SGLang answered {path} with {answer[0]['status']}: {said:.500}")
+        if answer[0]["status"] == 200:
+            return ""
+        said = b"".join(message.get("body", b"") for message in answer[1:]).decode(errors="replace")
+        return f"SGLang answered {path} with {answer[0]['status']}: {said:.500}"
 
     def _write(self, pairs: Pairs, scale: float) -> None:
-        """Write PEFT's files. The scale is in B, and counts 1 there, since alpha is the rank."""
+        """Write PEFT's files. B already includes the scale; alpha is the rank, so that SGLang multiplies by 1."""
         ranks = {len(low) for low, _ in pairs.values()}
         if len(ranks) != 1:
             raise WeightSyncError(f"SGLang loads adapters of one rank, and these have {sorted(ranks)}")
@@ -116,7 +130,7 @@ class PublishedAdapters:
         if self._next is not None:
             # SGLang did not take those.
             shutil.rmtree(self._next)
-        self._next = Path(tempfile.mkdtemp(prefix="rl-async-adapters-"))
+        self._next = Path(tempfile.mkdtemp(dir=self._root))
         kinds = sorted({layer.rpartition(".")[2] for layer in pairs})
         config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": kinds, "bias": "none"}
         (self._next / "adapter_config.json").write_text(json.dumps(config))

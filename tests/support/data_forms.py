@@ -207,6 +207,11 @@ PROMPTS = [
         [USER, _PARALLEL, *({**RESULT, "tool_call_id": name} for name in ("c2", "c1"))],
         [USER, _PARALLEL, *({**RESULT, "tool_call_id": name} for name in ("c1", "c2"))],
     ),
+    _prompt(
+        "images in results of parallel calls in another order",
+        [USER, _PARALLEL, *({**RESULT, "content": "<image>", "tool_call_id": name} for name in ("c2", "c1"))],
+        refused="row 0, column prompt, message 2",
+    ),
     _prompt("`attachments` and the like", [{**USER, "attachments": ["a.pdf"]}],
             refused="row 0, column prompt, message 0"),
     _prompt("OpenAI's old `function_call`", _calling({}, function_call={"name": "add", "arguments": "{}"}),

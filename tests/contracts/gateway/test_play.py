@@ -158,7 +158,7 @@ def test_output_that_was_cut_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
     script = f"printf 'beginning%{KEPT_BYTES}s'; printf 'short' >&2"
     with StopPipe() as stop, started(["/bin/sh", "-c", script], episode) as program:
         ended = program.wait(60.0, stop)
-    assert ended.stdout == "[cut: 9 more before this]\n" + " " * KEPT_BYTES and ended.stderr == "short"
+    assert ended.stdout == "[cut: 9 more bytes before this]\n" + " " * KEPT_BYTES and ended.stderr == "short"
 
 
 def test_without_a_function_the_runs_own_score_the_answer(playing: Playing) -> None:

@@ -1,21 +1,23 @@
 """An MCP server without the SDK whose answers have no measure: ``python immense_server.py TOOLS [TYPE]``.
 
 It lists the tools given as JSON, and runs them: ``blocks``, ``values`` and ``nested`` answer with many JSON values,
-``endless`` without end, ``text`` with one long text, ``pings`` with events without end, ``pinging`` with the number of
-answers that still are, and any other with its name. With TYPE, a content type, it answers
-over HTTP, and prints its port.
+``endless`` without end, ``text`` with one long text, ``pings`` with events without end, ``late`` with the same once a
+call was cancelled, ``pinging`` with the number of answers of these two that have not ended, and any other with its
+name. With TYPE, a content type, it answers over HTTP, and prints its port.
 """
 
 import contextlib
 import itertools
 import json
 import sys
+import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 # The answers that are events without end.
 pinging = set[object]()
+cancelled = threading.Event()
 BLOCK = '{"type":"text","text":"x"}'
 COUNT = 300_000
 INITIALIZED = {
@@ -61,13 +63,19 @@ def answer(request: Any) -> Iterator[str]:
 class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        name = request.get("params", {}).get("name")
+        if request["method"] == "notifications/cancelled":
+            cancelled.set()
+        if name in ("pings", "late"):
+            pinging.add(self)
+        if name == "late":
+            cancelled.wait()
         self.send_response(200 if "id" in request else 202)
         self.send_header("Content-Type", sys.argv[2])
         self.end_headers()
         if "id" not in request:
             return
-        if request.get("params", {}).get("name") == "pings":
-            pinging.add(self)
+        if self in pinging:
             with contextlib.suppress(ConnectionError):
                 while True:
                     self.wfile.write(b"event: ping\ndata: {}\n\n")

@@ -102,13 +102,14 @@ async def test_an_answer_that_is_too_large_to_be_parsed_is_an_error_that_names_t
             assert (await call(tools, "hello")).text == "hello"
 
 
-async def test_an_answer_to_a_call_that_was_given_up_is_not_read_on(connect: Connect) -> None:
-    names = ("pings", "pinging")
+@pytest.mark.parametrize("endless", ["pings", "late"])
+async def test_an_answer_to_a_call_that_was_given_up_is_not_read_on(connect: Connect, endless: str) -> None:
+    names = (endless, "pinging")
     command = (*IMMENSE, json.dumps([{"name": name, "inputSchema": {"type": "object"}} for name in names]))
     with serving(*command, "text/event-stream") as url:
         async with connect(command=(), url=url, scope="worker") as toolbox:
             with toolbox.episode() as tools:
-                assert (await call(tools, "pings", timeout_s=0.3)).error == "timeout"
+                assert (await call(tools, endless, timeout_s=0.3)).error == "timeout"
                 async with asyncio.timeout(PATIENCE_S):
                     while (await call(tools, "pinging")).text != "0":
                         pass

@@ -41,6 +41,8 @@ class Server:
         self.loaded: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
         self.asked: list[tuple[str, Any]] = []
         self.version = "default"
+        # Each loading tells that it waits, and for what.
+        self.loads: asyncio.Queue[asyncio.Event] | None = None
 
     def app(self) -> Starlette:
         return Starlette(
@@ -56,6 +58,9 @@ class Server:
         known = path.endswith("lora_adapter") and body["lora_name"] in self.loaded
         match path:
             case "/load_lora_adapter":
+                if self.loads is not None:
+                    await self.loads.put(goes_on := asyncio.Event())
+                    await goes_on.wait()
                 if known:
                     return JSONResponse({"error_message": "already loaded"}, 400)
                 config = load(self.folder, "sglang.srt.lora.lora_config").LoRAConfig(body["lora_path"])
@@ -161,6 +166,20 @@ async def test_what_does_not_fit_is_refused_and_the_earlier_adapters_stay(
     assert server.asked[-1][1]["lora_path"] == NAME and server.version == "0.1"
     await publish(engine, buckets(3, base), Version(0, 3))
     assert server.version == "0.3"
+
+
+async def test_a_request_that_comes_while_adapters_are_replaced_is_not_the_bases(
+    engine: SglangEngine, server: Server, model_folder: Path
+) -> None:
+    """SGLang itself looks the name up once its pause is over."""
+    server.loads = asyncio.Queue()
+    for step in (1, 2):
+        publication = asyncio.create_task(publish(engine, buckets(step, weights_name(model_folder)), Version(0, step)))
+        goes_on = await server.loads.get()
+        await engine.generate(REQUEST)
+        goes_on.set()
+        await publication
+    assert [body.get("lora_path") for path, body in server.asked if path == "/generate"] == [NAME, NAME]
 
 
 async def test_an_adapter_that_sglang_refuses_is_an_error_and_a_later_one_is_taken(

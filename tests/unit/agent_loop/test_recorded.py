@@ -10,11 +10,11 @@ import pytest
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.recorded import RecordedRunner, check_recording, needed_groups
 from rl_async.configs.schema.data import DataConfig, ModelConfig
-from rl_async.configs.schema.rollout import RolloutConfig
+from rl_async.configs.schema.rollout import RolloutConfig, TruncationConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import ConfigError
-from rl_async.messages import LeasedGroup, Trajectory, Turn, Version
+from rl_async.messages import LeasedGroup, Sampling, Trajectory, Turn, Version
 from rl_async.recording import Recording, task_of, write_trajectories
 from rl_async.trainer.records import append_trained
 from tests.conftest import VOCAB, make_rows
@@ -118,6 +118,25 @@ def test_tokens_that_the_model_does_not_have_are_refused(recorded: Path) -> None
     check_recording(config(recorded), None, VOCAB)
     with pytest.raises(ConfigError, match=r"model\.path"):
         check_recording(config(recorded), None, 2)
+
+
+def test_rows_of_another_truncation_are_refused(tmp_path: Path) -> None:
+    """They were chosen from fewer tokens than this run's checks know of."""
+    rows = make_rows(0, GROUPS, SAMPLES)
+    for row in rows:
+        row.sampling = Sampling(top_k=5)
+        row.kept_tokens = row.token_ids[row.loss_mask][:, None]
+    record(tmp_path, 0, rows)
+    cut = config(tmp_path, steps=1)
+    with pytest.raises(ConfigError, match=r"rollout\.replay.*rollout\.truncation"):
+        check_recording(cut, None)
+    rollout = msgspec.structs.replace(cut.rollout, truncation=TruncationConfig(top_k=5))
+    check_recording(msgspec.structs.replace(cut, rollout=rollout), None, VOCAB)
+    kept = rows[0].kept_tokens
+    rows[0].kept_tokens = np.append(kept, np.full_like(kept, VOCAB), 1)
+    record(tmp_path, 0, rows)
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        check_recording(msgspec.structs.replace(cut, rollout=rollout), None, VOCAB)
 
 
 def test_a_step_that_was_not_recorded_is_not_taken_for_another_number_of_groups(recorded: Path) -> None:

@@ -39,7 +39,7 @@ from rl_async.messages import (
     VersionRun,
 )
 from rl_async.reward_loop.service import RewardService
-from rl_async.rollout_server.api import MOST_ALTERNATIVES, GenerateRequest, GenerateResult
+from rl_async.rollout_server.api import TIES, GenerateRequest, GenerateResult
 from tests.conftest import make_rows
 from tests.unit.agent_loop.fakes import leased, run_config
 
@@ -181,12 +181,30 @@ async def test_a_sample_that_is_leased_alone_is_compared_with_new_answers_that_a
     assert [(row.sample, row.reward) for row in queue.rows] == [(1, 1.0)] and worker.put == 1
 
 
+async def test_an_opponent_that_is_lost_leaves_the_others_to_be_compared(renderer: ChatRenderer) -> None:
+    """The code of one gives up the task that plays it, and the engine fails the other."""
+
+    class Cancelled(EpisodeRunner):
+        async def run(
+            self, group: LeasedGroup, sample: int, images: dict[str, bytes] | None = None
+        ) -> list[Trajectory]:
+            if sample == 0:
+                raise asyncio.CancelledError
+            return await super().run(group, sample, images)
+
+    queue, rewards = FakeQueue([replace(leased(), samples=[1, 2], attempt=2)]), Comparing()
+    config = replace(run_config({"group_size": 3}, loop="single_turn", concurrency=1), reward=JUDGED)
+    async with asyncio.timeout(20):
+        await AgentWorker(queue, Cancelled(config, renderer, Engine(renderer)), rewards, config).run()
+    assert rewards.compared == [[0, 1]] and sorted(row.sample for row in queue.rows) == [0, 1]
+
+
 class Truncating(Engine):
-    """Names as kept the token that it says and, before it, the next one."""
+    """Names as kept, if asked, the token that it says and, before it, the next one."""
 
     async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult:
-        assert request.sampling == Sampling(1.0, 0.9, 4) and request.alternatives == MOST_ALTERNATIVES
-        kept = [[(token + 1, -1.0), (token, -1.0)] for token in self.spoken]
+        assert request.sampling == Sampling(1.0, 0.9, 4)
+        kept = [[(token + 1, -1.0), (token, -1.0)] for token in self.spoken if request.alternatives == 4 + TIES]
         return replace(await super().generate(request, session=session), alternatives=kept)
 
 

@@ -5,10 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from rl_async.agent_loop.episode import kept_alternatives, policy_sampling
 from rl_async.configs.load import load_config
 from rl_async.errors import ConfigError, EngineRejected
 from rl_async.messages import Sampling, Version
-from rl_async.rollout_server.api import DROPPED, MOST_ALTERNATIVES, GenerateRequest, IncomingAnswer
+from rl_async.rollout_server.api import DROPPED, MOST_ALTERNATIVES, TIES, GenerateRequest, IncomingAnswer
 
 
 def answer(sampling: Sampling, alternatives: int) -> IncomingAnswer:
@@ -29,9 +30,17 @@ def test_dropped_tokens_are_not_kept() -> None:
 
 
 def test_the_config_allows_as_many_as_engines_name() -> None:
-    load_config("calculator", [f"rollout.truncation={{top_k: {MOST_ALTERNATIVES}}}"])
+    most = MOST_ALTERNATIVES - TIES
+    config = load_config("calculator", [f"rollout.truncation={{top_k: {most}}}"])
+    assert kept_alternatives(policy_sampling(config, "train"), "train") == MOST_ALTERNATIVES
+    assert kept_alternatives(policy_sampling(config, "eval"), "eval") == 0
     with pytest.raises(ConfigError, match=r"rollout\.truncation\.top_k"):
-        load_config("calculator", [f"rollout.truncation={{top_k: {MOST_ALTERNATIVES + 1}}}"])
+        load_config("calculator", [f"rollout.truncation={{top_k: {most + 1}}}"])
+
+
+def test_greedy_answers_name_as_many_as_were_asked_for() -> None:
+    """As in a chat with a run whose sampler truncates."""
+    answer(Sampling(0.0, top_k=5), 2).add([3], [-0.7], [[(3, -0.7), (4, -0.9)]])
 
 
 @pytest.mark.parametrize("named", [[], [HALVES[:1]], [[(3, -0.7), (4, -0.9), (5, -3.0)]]])

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
@@ -194,6 +195,26 @@ async def test_an_environment_may_be_a_context_and_is_left_at_a_deadline() -> No
     with pytest.raises(asyncio.CancelledError):
         await task
     assert said == ["in", "step", "out"]
+
+
+async def test_an_environment_may_hold_a_task_group_from_its_beginning_to_its_end() -> None:
+    """As clients of MCP servers do. anyio's may be left only by the task that entered it."""
+
+    class Grouped:
+        async def __aenter__(self) -> "Grouped":
+            self.group = await anyio.create_task_group().__aenter__()
+            return self
+
+        async def reset(self) -> str:
+            self.group.start_soon(anyio.sleep_forever)
+            return "begin"
+
+        async def __aexit__(self, *error: object) -> None:
+            self.group.cancel_scope.cancel()
+            await self.group.__aexit__(None, None, None)
+
+    async with Session("own", Grouped(), 60.0) as session:
+        assert await session.reset()
 
 
 async def test_a_context_is_left_when_close_fails() -> None:

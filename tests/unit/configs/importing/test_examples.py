@@ -612,6 +612,8 @@ def test_batches_of_prime_rls_that_count_tokens_are_to_be_filled_in(tmp_path: Pa
     ("given", "named"),
     [
         ("orchestrator.batch_size=100", "orchestrator.group_size"),
+        ("orchestrator.group_size=0", "orchestrator.group_size"),
+        ("orchestrator.batch_size=100.5", "orchestrator.batch_size"),
         ("inference.vllm.tensor_parallel_size=3", "tensor_parallel_size"),
         ("deployment.nodes_per_fsdp_group=4", "nodes_per_fsdp_group"),
         ("orchestrator.train.sampling.extra_body.top_p=0.9", "top_p"),
