@@ -184,18 +184,16 @@ async def test_a_sample_that_is_leased_alone_is_compared_with_new_answers_that_a
 async def test_an_opponent_that_is_lost_leaves_the_others_to_be_compared(renderer: ChatRenderer) -> None:
     """The code of one gives up the task that plays it, and the engine fails the other."""
 
-    class Cancelled(EpisodeRunner):
-        async def run(
-            self, group: LeasedGroup, sample: int, images: dict[str, bytes] | None = None
-        ) -> list[Trajectory]:
-            if sample == 0:
+    class GivesUp(EpisodeRunner):
+        async def run(self, group: LeasedGroup, sample: int, *more: Any) -> list[Trajectory]:
+            if sample == 3:
                 raise asyncio.CancelledError
-            return await super().run(group, sample, images)
+            return await super().run(group, sample, *more)
 
-    queue, rewards = FakeQueue([replace(leased(), samples=[1, 2], attempt=2)]), Comparing()
-    config = replace(run_config({"group_size": 3}, loop="single_turn", concurrency=1), reward=JUDGED)
+    queue, rewards = FakeQueue([replace(leased(), samples=[0, 1], attempt=2)]), Comparing()
+    config = replace(run_config({"group_size": 4}, loop="single_turn", concurrency=1), reward=JUDGED)
     async with asyncio.timeout(20):
-        await AgentWorker(queue, Cancelled(config, renderer, Engine(renderer)), rewards, config).run()
+        await AgentWorker(queue, GivesUp(config, renderer, Engine(renderer)), rewards, config).run()
     assert rewards.compared == [[0, 1]] and sorted(row.sample for row in queue.rows) == [0, 1]
 
 
