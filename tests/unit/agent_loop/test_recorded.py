@@ -133,6 +133,7 @@ def test_rows_of_another_truncation_are_refused(tmp_path: Path) -> None:
     rollout = msgspec.structs.replace(cut.rollout, truncation=TruncationConfig(top_k=5))
     check_recording(msgspec.structs.replace(cut, rollout=rollout), None, VOCAB)
     kept = rows[0].kept_tokens
+    assert kept is not None
     rows[0].kept_tokens = np.append(kept, np.full_like(kept, VOCAB), 1)
     record(tmp_path, 0, rows)
     with pytest.raises(ConfigError, match=r"model\.path"):
