@@ -111,7 +111,7 @@ class SimulatedUser:
         if not (whole or stop):
             self._cut += 1
             log_cut_turns(self._config.max_tokens)
-            return f"{before.strip()}\n{CUT}" if before.strip() else None
+            return f"{before.strip()}\n{CUT}".lstrip()
         return before.strip() or None
 
 

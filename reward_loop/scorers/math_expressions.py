@@ -459,6 +459,9 @@ class _Reader:
         return value
 
     def _number(self, text: str) -> Any:
+        # TeX takes the first character alone for an argument without braces, as of the base in \log_.5.
+        if text == ".":
+            raise Unreadable("has a point without digits")
         if repeating := re.fullmatch(r"(\d*)\.(\d*)\\(?:overline|bar)\s*\{?(\d+)\}?", text):
             whole, start, period = repeating.groups()
             tail = Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(start))

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rl_async.errors import DataError
@@ -145,6 +145,7 @@ PIECES = st.sampled_from(
 )
 
 
+@example("\\log_.0", "")
 @given(st.lists(PIECES, max_size=14).map("".join), st.lists(PIECES, max_size=14).map("".join))
 def test_any_two_texts_have_a_verdict_and_one_that_is_understood_equals_itself(truth: str, answer: str) -> None:
     assert verdict(truth, answer) in ("0", "1", "unscored")
