@@ -231,8 +231,8 @@ def _check_tokenizer(path: Path, key: str) -> None:
     if status != 0:
         raise UserError(
             f"{key}: the tokenizer or the chat template of {path} takes too much memory or time "
-            f"for short messages (limits: {TRIAL_BYTES >> 20} MiB, {TRIAL_S} s of computing, {TRIAL_WAIT_S} s in all); "
-            "use another model, or correct them"
+            f"for short messages (limits: {TRIAL_BYTES >> 20} MiB, {TRIAL_S} s of computing, {TRIAL_WAIT_S} s in all; "
+            f"the trial ended with {os.waitstatus_to_exitcode(status)}); use another model, or correct them"
         )
 
 
