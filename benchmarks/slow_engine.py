@@ -37,13 +37,15 @@ from rl_async.weight_sync.coordinator import WeightCoordinator
 from tests.chaos.host.proxy import Proxy
 from tests.support.weights import make_buckets
 
-SIZE = (2, 256)  # layers and width: so little that the cores of this machine hold nobody up
+# Layers and width: so little work that the cores of this machine hold nobody up.
+SIZE = (2, 256)
 BUCKET = 1 << 19
 ENGINES = 8
 SLOW = "engine-7"
 # Publications of one fleet before the other's turn, after one that forms the group and measures the engines.
 PUBLICATIONS = 4
-GAP_S = 0.5  # between publications
+# Seconds between publications.
+GAP_S = 0.5
 PERIOD_S, SHARE = 1.0, 0.9
 LATE_S = 0.2
 TIMEOUT_S = 60.0

@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes() -> None:
-    """Start xdist's workers by forking."""
+    """Have xdist fork its workers from the tests' fork server instead of starting an interpreter for each."""
     import execnet.gateway_io
 
     from tests.support.forked_workers import ForkedWorker

@@ -20,6 +20,8 @@ class ForkedWorker(Popen2IOMaster):
     """A worker and the pipes to it. Stands in for ``Popen2IOMaster``, with the same arguments."""
 
     def __init__(self, args: list[str], execmodel: ExecModel) -> None:
+        if args[0] != sys.executable:
+            raise ValueError(f"workers are forked from this interpreter, not started by {args[0]}")
         its_input, to_it = Pipe(duplex=False)
         from_it, its_output = Pipe(duplex=False)
         # A worker may fork processes itself.

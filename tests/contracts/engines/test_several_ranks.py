@@ -37,7 +37,8 @@ def peer(
 ) -> Iterator[Peer]:
     """A running engine whose two workers divide each layer, or the layers, or the requests."""
     folder = tmp_path_factory.mktemp("run")
-    eager = request.param != "pipeline_parallel"  # on a CPU vLLM's later stages fail without its warm-up
+    # On a CPU vLLM's later stages fail without its warm-up.
+    eager = request.param != "pipeline_parallel"
     ranks, flags = ({}, COPIES) if request.param == "data_parallel" else ({request.param: WORKERS}, ())
     with running("vllm", model_folder, folder, eager=eager, ranks=ranks, flags=flags) as started:
         yield started

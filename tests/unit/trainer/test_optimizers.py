@@ -109,8 +109,10 @@ def test_moments_of_another_optimizer_are_refused(model_folder: Path, tmp_path: 
             models[one].load(tmp_path / other)
 
 
-@pytest.mark.slow  # importing Megatron-Core takes seconds
-@pytest.mark.filterwarnings("ignore")  # it names the packages that it does without
+# Importing Megatron-Core takes seconds.
+@pytest.mark.slow
+# It names the packages that it does without.
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="Megatron-Core is not here")
 def test_megatron_refuses_muon_s_moments(tmp_path: Path) -> None:
     from rl_async.trainer.megatron.weights import restore

@@ -135,7 +135,8 @@ def test_the_story_of_each_token(tmp_path: Path) -> None:
     read = first_row(write_step(tmp_path, 5, [row], masked=1))
     told = story(read, 5, None)
     tokens = told["tokens"]
-    first = 4  # of the sampled tokens
+    # The place of the first sampled token.
+    first = 4
     assert {len(values) for values in tokens.values()} == {len(row.token_ids)}
     assert tokens["version"][first - 1 : first + 3] == [None, [0, 3], [0, 3], [1, 5]]
     assert tokens["staleness"][first - 1 : first + 3] == [None, 2, 2, 0]
@@ -199,7 +200,8 @@ def test_a_tokenizer_is_found_in_the_run_or_beside_it_once_it_is_there(tmp_path:
 
 def test_bytes_that_are_no_text_are_shown_as_far_as_they_go() -> None:
     tokenizer = byte_tokenizer()
-    lead = tokenizer.token_to_id("ð")  # the byte f0, which begins a character that never ends
+    # The byte f0 begins a character that never ends.
+    lead = tokenizer.token_to_id("ð")
     texts = token_texts([lead] * 40, lambda part: tokenizer.decode(list(part), skip_special_tokens=False))
     assert len(texts) == 40 and sum(bool(text) for text in texts) >= 5
 
@@ -263,7 +265,8 @@ def test_roles_sources_and_rows_of_an_episode_are_told_apart(tmp_path: Path) -> 
         source: str, role: str, reward: float, segment: int, *, scored: bool = True, asked: str = "?"
     ) -> Trajectory:
         made = msgspec.structs.replace(template, task_id="1", group_id=len(source), data_source=source, role=role)
-        turns = conversation(asked, f"{role} {segment}")  # earns 0.25
+        # Such a turn earns 0.25.
+        turns = conversation(asked, f"{role} {segment}")
         return msgspec.structs.replace(made, reward=reward, segment=segment, scored=scored, turns=turns)
 
     for step, change in ((0, 0.0), (1, 1.0)):
