@@ -6,8 +6,11 @@ import os
 import re
 import resource
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -196,44 +199,61 @@ def _check_tokenizer(path: Path, key: str) -> None:
     Both are small programs: normalizers, patterns and templates can make texts as long as their author wants. They are
     tried in a fork, which the limits end. The run reports other errors of theirs, where it loads them.
     """
-    # Imported only here, since they take a second, and before the fork, since the run needs them as well.
-    from rl_async.agent_loop.chat_formats.render import ChatRenderer
-    from rl_async.template_tokens import read_tokenizer
-
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    # Before the fork, since the run needs them as well.
+    _import_tokenizers()
     child = os.fork()
     if child == 0:
-        fits = False
-        try:
-            # The libraries report panics and forks there, and Python the signal of a failed allocation.
-            faulthandler.disable()
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + TRIAL_BYTES,) * 2)
-            resource.setrlimit(resource.RLIMIT_CPU, (TRIAL_S,) * 2)
-            # Computing is not counted while the fork waits, as it would for a lock that another thread held.
-            signal.alarm(TRIAL_WAIT_S)
-            tokenizer = read_tokenizer(str(path))
-            tokenizer.encode(TRIAL_TEXT)
-            ChatRenderer(tokenizer).printed_call()
-            fits = True
-        # A template that takes longer than its own limits: the run would only meet them again.
-        except ConfigError:
-            pass
-        except Exception as error:
-            raised: BaseException | None = error
-            while raised is not None and not isinstance(raised, MemoryError):
-                raised = raised.__context__
-            fits = raised is None
-        finally:
-            os._exit(not fits)
+        try_tokenizer(str(path))
     _, status = os.waitpid(child, 0)
-    if status != 0:
+    ended = os.waitstatus_to_exitcode(status)
+    if ended == -signal.SIGSEGV:
+        # A fork lacks the threads of its parent, and may crash for that alone. A new process takes seconds.
+        own = f"import sys; from {__name__} import try_tokenizer; try_tokenizer(sys.argv[1])"
+        ended = subprocess.run([sys.executable, "-P", "-c", own, str(path)], check=False).returncode
+    if ended != 0:
         raise UserError(
             f"{key}: the tokenizer or the chat template of {path} takes too much memory or time "
             f"for short messages (limits: {TRIAL_BYTES >> 20} MiB, {TRIAL_S} s of computing, {TRIAL_WAIT_S} s in all; "
-            f"the trial ended with {os.waitstatus_to_exitcode(status)}); use another model, or correct them"
+            f"the trial ended with {ended}); use another model, or correct them"
         )
+
+
+def _import_tokenizers() -> tuple[Any, Any]:
+    """Import what takes a second only where it is needed."""
+    from rl_async.agent_loop.chat_formats.render import ChatRenderer
+    from rl_async.template_tokens import read_tokenizer
+
+    return ChatRenderer, read_tokenizer
+
+
+def try_tokenizer(path: str) -> NoReturn:
+    """Use a folder's tokenizer and chat template within the limits, and end this process: with 0 if they fit."""
+    renderer, read_tokenizer = _import_tokenizers()
+    fits = False
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        # The libraries report panics and forks there, and Python the signal of a failed allocation.
+        faulthandler.disable()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + TRIAL_BYTES,) * 2)
+        resource.setrlimit(resource.RLIMIT_CPU, (TRIAL_S,) * 2)
+        # Computing is not counted while the fork waits, as it would for a lock that another thread held.
+        signal.alarm(TRIAL_WAIT_S)
+        tokenizer = read_tokenizer(path)
+        tokenizer.encode(TRIAL_TEXT)
+        renderer(tokenizer).printed_call()
+        fits = True
+    # A template that takes longer than its own limits: the run would only meet them again.
+    except ConfigError:
+        pass
+    except Exception as error:
+        raised: BaseException | None = error
+        while raised is not None and not isinstance(raised, MemoryError):
+            raised = raised.__context__
+        fits = raised is None
+    finally:
+        os._exit(not fits)
 
 
 def checkpoints(folder: Path) -> list[int]:

@@ -1,6 +1,8 @@
 """What is missing on disk is found before any process starts, and said with the key that names it."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import msgspec
@@ -9,6 +11,7 @@ import pytest
 from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError, UserError
+from rl_async.launcher.plan import artifacts
 from rl_async.launcher.plan.artifacts import SFT_FILE, needs_data, needs_model, needs_preparation, origin_of
 from rl_async.launcher.plan.memory import model_size
 from tests.support.configs import float32_config
@@ -151,6 +154,17 @@ def test_a_tokenizer_or_template_that_takes_all_memory_is_refused_in_words(tmp_p
     with pytest.raises(UserError, match=r"model\.path: .*tokenizer"):
         needs_model(config(tmp_path))
     write_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text("{{ 'a' * 9999999999 }}")
+    with pytest.raises(UserError, match=r"model\.path: .*template"):
+        needs_model(config(tmp_path))
+
+
+def test_a_fork_that_crashes_says_nothing_about_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new process without the threads and the objects of this one decides."""
+    folder = write_model(tmp_path)
+    write_tokenizer(folder)
+    monkeypatch.setattr(artifacts, "try_tokenizer", lambda path: os.kill(os.getpid(), signal.SIGSEGV))
+    needs_model(config(tmp_path))
     (folder / "chat_template.jinja").write_text("{{ 'a' * 9999999999 }}")
     with pytest.raises(UserError, match=r"model\.path: .*template"):
         needs_model(config(tmp_path))
