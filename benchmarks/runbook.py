@@ -2,7 +2,7 @@
 
     python -m benchmarks.runbook [--only NAME ...] [--json FILE]
     python -m benchmarks.runbook --rehearse          the same items on the CPU, at tiny size or as dry runs
-    scripts/gpu_quarter [--rehearse] [--json FILE]   the items of a quarter of an hour on one GPU (``--quarter``)
+    scripts/gpu_quarter [--wheels FOLDER] ...        the items of a quarter of an hour on one GPU (``--quarter``)
 
 What a rehearsal measures means nothing.
 
@@ -17,12 +17,16 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = ("-m", "rl_async.launcher.cli", "launch")
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 # Without the plugins that the project's own options are for.
@@ -262,8 +266,31 @@ def machine() -> dict[str, Any]:
     return found
 
 
+def missing() -> list[str]:
+    """Return what the package requires and this Python has not, or in another version."""
+    required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    wanted = [Requirement(text) for text in required]
+    return [f"{one.name}{one.specifier}" for one in wanted if not installed(one)]
+
+
+def installed(wanted: Requirement) -> bool:
+    """Whether this Python has what is required, or this platform does not need it."""
+    if wanted.marker is not None and not wanted.marker.evaluate():
+        return True
+    try:
+        return wanted.specifier.contains(version(wanted.name), prereleases=True)
+    except PackageNotFoundError:
+        return False
+
+
+def last_lines(folder: Path, lines: int = 15) -> str:
+    """Return the ends of a run's logs, since a failed item's folder is deleted."""
+    logs = sorted(folder.glob("logs/*.log"))
+    return "\n".join(f"-- {log.name}\n" + "\n".join(log.read_text().splitlines()[-lines:]) for log in logs)
+
+
 def main() -> int:
-    """Return 1 if an item failed."""
+    """Return 1 if an item failed, and 2 if this Python lacks what every item imports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, at tiny size")
     parser.add_argument("--quarter", action="store_true", help="the items of a quarter of an hour on one GPU")
@@ -271,6 +298,13 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=[*ITEMS, *QUARTER], metavar="NAME")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
+    if absent := missing():
+        print(f"this Python lacks {', '.join(absent)}. Without network, fetch them elsewhere:")
+        python = f"{sys.version_info.major}.{sys.version_info.minor}"
+        named = " ".join(f"'{requirement}'" for requirement in absent)
+        print(f"    pip download --no-deps --only-binary=:all: --python-version {python} -d wheels {named}")
+        print("    scripts/gpu_quarter --wheels wheels")
+        return 2
     items = QUARTER if arguments.quarter else ITEMS
     names = [name for name in arguments.only or items if arguments.rehearse or has(items[name].needs)]
     minutes = arguments.minutes or (QUARTER_MINUTES if arguments.quarter else float("inf"))
@@ -284,6 +318,8 @@ def main() -> int:
             if left > 0:
                 code, seconds, figures = run(items[name], Path(folder), rehearse=arguments.rehearse, seconds=left)
             found[name] = {"exit_code": code, "seconds": seconds, "figures": figures}
+            if code != 0 and items[name].run:
+                print(last_lines(Path(folder) / "runs" / items[name].run), flush=True)
             if arguments.json:
                 told = {"machine": machine(), "rehearsed": arguments.rehearse, "items": found}
                 arguments.json.write_text(json.dumps(told, indent=2) + "\n")

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from packaging.requirements import Requirement
 
 from benchmarks import __main__ as every
 from benchmarks import transfer_queue, whole_steps
@@ -33,7 +34,7 @@ from benchmarks.processes.telemetry_peers import scraped
 from benchmarks.processes.whole_run import Arm, TrlRun
 from benchmarks.real.steps import MODES, SHAPES, lengthened, overrides_of, sums
 from benchmarks.real.time_to_reward import Step, first_above
-from benchmarks.runbook import HINTS, ITEMS, QUARTER, medians
+from benchmarks.runbook import HINTS, ITEMS, QUARTER, installed, last_lines, medians, missing
 from rl_async.configs.load import load_config
 from rl_async.launcher.capacity_simulation import EpisodeShape
 from rl_async.launcher.plan.planning import plan
@@ -220,6 +221,18 @@ def test_the_runbook_for_gpus_explains_every_item() -> None:
         assert sum(line.startswith(f"| `{name}` |") for line in lines) == tables, f"{name}: what it measures"
     assert HINTS.keys() == ITEMS.keys() | QUARTER.keys()
     assert sum(item.minutes for item in QUARTER.values() if not item.needs) <= 16
+
+
+def test_the_runbook_names_what_this_python_lacks() -> None:
+    assert missing() == []
+    assert installed(Requirement("numpy>=1")) and installed(Requirement("absent; platform_system == 'Plan9'"))
+    assert not installed(Requirement("numpy<1")) and not installed(Requirement("absent-package"))
+
+
+def test_an_item_that_failed_shows_how_its_roles_ended(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "engine-0.log").write_text("".join(f"line {number}\n" for number in range(40)))
+    assert last_lines(tmp_path, 2) == "-- engine-0.log\nline 38\nline 39"
 
 
 def test_a_runs_figures_are_medians_without_its_first_two_steps() -> None:
