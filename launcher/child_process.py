@@ -17,6 +17,7 @@ from typing import Protocol, Self
 
 import msgspec
 
+from rl_async.concurrency import time_limit
 from rl_async.errors import EXIT_FAILED, EXIT_USER, RlAsyncError, UserError
 from rl_async.files import replace_file
 from rl_async.insight.roster import ROSTER_FILE, ProcessRecord, ProcessState, describe_exit, said_last
@@ -153,7 +154,7 @@ class Child:
             with suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with time_limit(timeout_s):
                 return await self.wait()
         except TimeoutError:
             return await self.kill()

@@ -24,7 +24,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rl_async.accelerators import select_devices
-from rl_async.concurrency import gather_or_cancel
+from rl_async.concurrency import gather_or_cancel, time_limit
 from rl_async.configs.derived import is_loopback
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RlAsyncError, UserError
@@ -140,7 +140,7 @@ class ActorClient:
     async def ask(self, method: str, *arguments: Any, timeout_s: float = ANSWER_S) -> Any:
         """Implement ``KeeperClient.ask``."""
         try:
-            async with asyncio.timeout(timeout_s):
+            async with time_limit(timeout_s):
                 return await getattr(self._actor, method).remote(*arguments)
         except TimeoutError:
             raise KeeperSilent(f"no answer to {method} within {timeout_s:g} s") from None
@@ -265,7 +265,7 @@ class RayNodes:
 
         async def sees(node_id: str) -> bool:
             strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
-            async with asyncio.timeout(NODE_ANSWER_S):
+            async with time_limit(NODE_ANSWER_S):
                 return await sees_folder.options(num_cpus=0, scheduling_strategy=strategy).remote(run, self._token)
 
         try:
@@ -291,7 +291,7 @@ class RayNodes:
         for index, bundle in enumerate(group.bundles):
             self._places.update({resources.name: (made, index, resources) for resources in bundle.processes})
         try:
-            async with asyncio.timeout(self._plan.start_timeout_s):
+            async with time_limit(self._plan.start_timeout_s):
                 await made.ready()
         except TimeoutError:
             where = " on this node" if group.name == "home" else ""

@@ -7,7 +7,6 @@ users' functions: their output goes to the log, and their input is empty.
 import asyncio
 import ctypes
 import inspect
-import math
 import os
 import resource
 import signal
@@ -26,8 +25,6 @@ from rl_async.reward_loop.scorers.scorer_registry import describe, get_scorer
 # A process that needs more memory fails what it scores.
 MOST_BYTES = 8 << 30
 LENGTH = struct.Struct(">I")
-# The pool should have killed this process so long after a missed deadline.
-GRACE_S = 5.0
 # The option of prctl(2) that asks for a signal when the parent dies.
 PR_SET_PDEATHSIG = 1
 
@@ -89,13 +86,10 @@ def serve(channel: socket.socket, functions: dict[str, Function]) -> None:
         _write(replies, ScoreReply())
         while head := requests.read(LENGTH.size):
             request = decoder.decode(requests.read(*LENGTH.unpack(head)))
-            # The pool kills a process that misses its deadline; if the pool itself is dead, the kernel does.
-            signal.alarm(math.ceil(request.timeout_s + GRACE_S))
             reply = _called(functions[request.scorer], request)
             if os.getpid() != process:
                 # A child that a scorer forked came back from it: its reply would be taken for another conversation's.
                 os._exit(1)
-            signal.alarm(0)
             _write(replies, reply)
 
 

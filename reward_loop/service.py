@@ -20,7 +20,7 @@ from typing import Self
 
 import msgspec
 
-from rl_async.concurrency import Overdue, gather_or_cancel, to_the_end, within
+from rl_async.concurrency import Overdue, gather_or_cancel, time_limit, to_the_end, within
 from rl_async.configs.derived import CODE_SCORER, unbounded
 from rl_async.configs.schema.reward import CodeConfig, RewardConfig, RewardTerm, SandboxConfig
 from rl_async.extraction import behind_reasoning, extract
@@ -112,7 +112,7 @@ class _Channel:
         channel = cls(process, *await asyncio.open_connection(sock=ours))
         ready = False
         try:
-            async with asyncio.timeout(START_S):
+            async with time_limit(START_S):
                 await channel.read()
             ready = True
         except TimeoutError:
@@ -254,7 +254,9 @@ class _Concurrent:
             channel.write(ScoreRequest(number, scorer, None, left_s))
             raise
         except Overdue:
-            loop.call_later(UNBLOCK_S, self._end_if_blocked, channel, number)
+            # In two halves, so that the answer that came during a pause of this process is read before the second.
+            half = UNBLOCK_S / 2
+            loop.call_later(half, loop.call_later, half, self._end_if_blocked, channel, number)
             raise ScorerFailed(missed(timeout_s)) from None
 
     def _end_if_blocked(self, channel: _Channel, number: int) -> None:

@@ -8,8 +8,9 @@ thread, unlike an executor's, never holds up the end of its process, however lon
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -42,6 +43,34 @@ async def within(seconds: float, work: Awaitable[T]) -> T:
             task.cancel()
             await asyncio.wait([task])
     return task.result()
+
+
+@asynccontextmanager
+async def time_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
+    """Limit the time of a block, which stays in the caller's task, as ``asyncio.timeout`` does; None means no limit.
+
+    Time is counted as by ``within``.
+    """
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle | None = None
+
+    def look(left: float, length: float) -> None:
+        nonlocal timer
+        left -= length
+        if left < SOON_S:
+            limit.reschedule(loop.time())
+        else:
+            length = min(left, LOOK_S)
+            timer = loop.call_later(length, look, left, length)
+
+    async with asyncio.timeout(None) as limit:
+        if seconds is not None:
+            look(seconds, 0.0)
+        try:
+            yield limit
+        finally:
+            if timer is not None:
+                timer.cancel()
 
 
 async def gather_or_cancel(*work: Awaitable[T]) -> list[T]:

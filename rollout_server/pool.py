@@ -32,7 +32,7 @@ from typing import Generic, Protocol, TypeVar, get_args
 
 import msgspec
 
-from rl_async.concurrency import gather_or_cancel, to_the_end
+from rl_async.concurrency import gather_or_cancel, time_limit, to_the_end
 from rl_async.configs.engines import EngineKind
 from rl_async.configs.schema.rollout import RolloutConfig
 from rl_async.errors import EngineError, EngineLost, EngineRejected, ProtocolError, QueueLost, QueueReplaced
@@ -585,7 +585,7 @@ class EnginePool:
         """Read the engine's load. After MAX_MISSED_PROBES its requests go elsewhere until it answers again."""
         member.probed_at = time.monotonic()
         try:
-            async with asyncio.timeout(PROBE_S):
+            async with time_limit(PROBE_S):
                 member.observe(await member.client.load())
             self._refresh(member)
         except (EngineLost, EngineRejected, TimeoutError) as error:
@@ -697,7 +697,7 @@ class _Deadline:
 
     async def _ask(self) -> None:
         try:
-            async with asyncio.timeout(PROBE_S):
+            async with time_limit(PROBE_S):
                 sleeps = await self._client.is_sleeping()
         except (EngineLost, EngineRejected, TimeoutError):
             sleeps = False

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from rl_async.concurrency import outcomes
+from rl_async.concurrency import outcomes, time_limit
 from rl_async.configs.schema.reward import SandboxConfig
 from rl_async.errors import ConfigError
 from rl_async.files import UNDECODABLE
@@ -154,7 +154,7 @@ class ProcessWorkspace:
     async def _reply(self, most: int, within_s: float) -> tuple[Reply, bytes]:
         """Read the reply to the request that was written last."""
         try:
-            async with asyncio.timeout(within_s):
+            async with time_limit(within_s):
                 await self._writer.drain()
                 lengths = LENGTHS.unpack(await self._reader.readexactly(LENGTHS.size))
                 if lengths[0] > MOST_HEADER or lengths[1] > most:

@@ -28,7 +28,7 @@ from rl_async.agent_loop.environments import host_plan, host_wire
 from rl_async.agent_loop.environments.session import OpenGame
 from rl_async.agent_loop.step import Step
 from rl_async.agent_loop.tools.tool import CallableTool, ToolResult
-from rl_async.concurrency import outcomes, to_the_end
+from rl_async.concurrency import outcomes, time_limit, to_the_end
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, EnvironmentFailed, RlAsyncError
 from rl_async.files import UNDECODABLE
@@ -157,7 +157,7 @@ class HostLink:
         reader, self._writer = await asyncio.open_connection(sock=ours)
         self._writer.write(host_wire.frame(host_wire.Setup(config)))
         try:
-            async with asyncio.timeout(START_S):
+            async with time_limit(START_S):
                 first = msgspec.msgpack.decode(await host_wire.read_frame(reader), type=host_wire.Reply)
         except (asyncio.IncompleteReadError, ConnectionError):
             raise EnvironmentFailed(await self._ended()) from None
@@ -185,7 +185,7 @@ class HostLink:
         future = self._calls[number] = asyncio.get_running_loop().create_future()
         try:
             self._send(request(number, *arguments))
-            async with asyncio.timeout(within_s + GRACE_S):
+            async with time_limit(within_s + GRACE_S):
                 return msgspec.msgpack.decode(await future, type=answer)
         except TimeoutError:
             self.kill(f"was killed: it had not answered {request.__name__} within {within_s:g} s")
@@ -256,7 +256,7 @@ class HostLink:
         """Wait for the end of the process and all that it started; return the reason for callers that needed it."""
         assert self._process is not None
         try:
-            async with asyncio.timeout(GRACE_S):
+            async with time_limit(GRACE_S):
                 code = await self._process.wait()
         except TimeoutError:
             self.kill("did not end")

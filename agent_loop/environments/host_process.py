@@ -21,7 +21,7 @@ from rl_async.agent_loop.environments.session import USER_CALLS, GameSession, Se
 from rl_async.agent_loop.environments.speakers import Services
 from rl_async.agent_loop.step import Step
 from rl_async.agent_loop.tools.tool import CallableTool, Tool, ToolResult
-from rl_async.concurrency import to_the_end
+from rl_async.concurrency import time_limit, to_the_end
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EnvironmentFailed, RlAsyncError
 from rl_async.process.role import setup_logging
@@ -114,7 +114,7 @@ class EnvironmentHost:
     async def _in_time(self, what: str, work: Any) -> Any:
         limit = self._start_timeout_s
         try:
-            async with asyncio.timeout(limit) as deadline:
+            async with time_limit(limit) as deadline:
                 return await work
         except TimeoutError:
             if not deadline.expired():

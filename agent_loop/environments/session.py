@@ -18,7 +18,7 @@ from typing import Any, Protocol, Self
 from rl_async.agent_loop.chat_formats.format import Message
 from rl_async.agent_loop.step import Step, checked
 from rl_async.agent_loop.tools.tool import CallableTool
-from rl_async.concurrency import DaemonCalls, Overdue, contained, within
+from rl_async.concurrency import DaemonCalls, Overdue, contained, time_limit, within
 from rl_async.errors import ConfigError, EnvironmentFailed, RlAsyncError
 from rl_async.messages import Task
 from rl_async.reward_loop.api import Score, ScorerFailed, to_score
@@ -57,19 +57,20 @@ async def call_user(what: str, function: Callable[..., Any], *arguments: Any, ti
 
     Raises EnvironmentFailed if it raises or misses its deadline, except for errors of ours, which pass through.
     """
-    limit_s, deadline = math.inf if timeout_s is None else timeout_s, asyncio.timeout(timeout_s)
+    limit_s = math.inf if timeout_s is None else timeout_s
+    deadline: asyncio.Timeout | None = None
     try:
         if not inspect.iscoroutinefunction(function):
             return await within(limit_s, USER_CALLS.call(lambda: function(*arguments)))
         # In this task and not in one of its own, which `within` would need: what one of an environment's coroutines
         # enters, such as a task group of anyio, another one of them leaves.
-        async with deadline:
+        async with time_limit(timeout_s) as deadline:
             return await contained(function(*arguments))
     except RlAsyncError:
         raise
     # An environment is the user's code and may raise anything; its sample fails and is given out again.
     except Exception as error:
-        if isinstance(error, Overdue) or (isinstance(error, TimeoutError) and deadline.expired()):
+        if isinstance(error, Overdue) or (isinstance(error, TimeoutError) and deadline and deadline.expired()):
             raise EnvironmentFailed(f"{what} did not finish within {limit_s:g} s ({KEY})") from None
         raise EnvironmentFailed(f"{what} raised {told(error)} ({raised_at(error)})") from error
 

@@ -7,7 +7,6 @@ arguments; `tools_kwargs` has, for each tool by name, `create_kwargs`, `execute_
 `release_kwargs`; `tool_selection` lists the task's tools, and without it a task has all.
 """
 
-import asyncio
 import contextlib
 import functools
 import importlib
@@ -22,7 +21,7 @@ import msgspec
 from rl_async.agent_loop.chat_formats.format import Message
 from rl_async.agent_loop.step import Step
 from rl_async.agent_loop.tools.tool import ToolResult, failed
-from rl_async.concurrency import outcomes
+from rl_async.concurrency import outcomes, time_limit
 from rl_async.errors import ConfigError, DataError
 from rl_async.files import UNDECODABLE
 from rl_async.messages import Task
@@ -107,7 +106,7 @@ class VerlTool:
     async def call(self, arguments: dict[str, Any], *, timeout_s: float) -> ToolResult:
         """Execute the tool. As in verl, an error is the call's result."""
         try:
-            async with asyncio.timeout(timeout_s):
+            async with time_limit(timeout_s):
                 given = self._kwargs.get("execute_kwargs", {})
                 response, reward, _ = await self._tool.execute(self._id, arguments, **given)
             text, earned = _text(response), float(reward or 0.0)

@@ -36,6 +36,7 @@ from mcp_types import (
 from pydantic import ValidationError
 
 from rl_async.agent_loop.tools.mcp_toolbox import Listed, McpServer, ToolFailed
+from rl_async.concurrency import time_limit
 from rl_async.errors import ConfigError, McpServerLost
 from rl_async.json_values import PIECE, JsonValues
 from rl_async.process import guard
@@ -335,7 +336,7 @@ class SdkConnection:
 
     async def opened(self) -> None:
         try:
-            async with asyncio.timeout(self._server.config.start_timeout_s):
+            async with time_limit(self._server.config.start_timeout_s):
                 either: list[asyncio.Future[Any]] = [self._client, self._task]
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol, Self, TextIO
 import msgspec
 
 from rl_async.agent_loop.tools.tool import CallableTool, ToolResult, failed
-from rl_async.concurrency import Overdue, gather_or_cancel, to_the_end, within
+from rl_async.concurrency import Overdue, gather_or_cancel, time_limit, to_the_end, within
 from rl_async.configs.derived import PASSED, argv_of, secret_variables
 from rl_async.configs.schema.rollout import McpServerConfig
 from rl_async.errors import ConfigError, McpServerLost
@@ -502,7 +502,7 @@ class McpToolbox:
         for _ in range(OPENINGS):
             connection = await self._shared[place].connection()
             try:
-                async with asyncio.timeout(limit):
+                async with time_limit(limit):
                     return chosen(await connection.tools(), server.config.allow, server.key)
             except McpServerLost as error:
                 lost = error

@@ -24,6 +24,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from rl_async.concurrency import time_limit
 from rl_async.errors import RequestRefused
 from rl_async.process.http_auth import Access, App, RequireToken, answer, run_token
 from rl_async.process.role import bind, heeded
@@ -166,7 +167,7 @@ async def read_body(request: Request, most: int = BODY_BYTES, key: str = "") -> 
         raise RequestRefused(told, code="unsupported_encoding", param="Content-Encoding", status=415)
     received = bytearray()
     try:
-        async with asyncio.timeout(BODY_S):
+        async with time_limit(BODY_S):
             async for chunk in request.stream():
                 received += chunk
                 if len(received) > most:

@@ -29,7 +29,7 @@ import verifiers.v1 as vf
 from aiohttp import web
 from pydantic import ValidationError
 
-from rl_async.concurrency import gather_or_cancel, outcomes
+from rl_async.concurrency import gather_or_cancel, outcomes, time_limit
 from rl_async.errors import EXIT_RESTART, EXIT_USER, UserError
 from rl_async.gateway import Gateway, GatewayError, RemoteEpisode
 
@@ -199,7 +199,7 @@ class Player:
         context = vf.ModelContext(model="policy", client=self._client)
         try:
             environment, task = task_of(self._environments, episode.task["extra"])
-            async with asyncio.timeout(episode.deadline_s) as deadline:
+            async with time_limit(episode.deadline_s) as deadline:
                 ended = await environment.run_episode(task, context, on_trace=begun, on_discard=discarded.append)
         except UserError as error:
             return Result(problem=str(error))
