@@ -7,8 +7,8 @@ import pytest
 
 from rl_async.messages import Done, NotReady, Reserved, Resumed, Version, VersionRun
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.batches import QueueSnapshot
 from rl_async.transfer_queue.delivery import numbered
+from rl_async.transfer_queue.store import QueueSnapshot
 from rl_async.transfer_queue.transitions import (
     GroupDropped,
     LeaseLost,
