@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rl_async.configs.load import load_resolved
-from rl_async.launcher.capacity import RunComparison, validate
-from rl_async.launcher.capacity_simulation import measure
+from rl_async.launcher.capacity import RunComparison, measure, validate
 
 STEPS = 15
 WIDE = "agent.concurrency=512"  # more than a batch, so that the episodes of a step begin together

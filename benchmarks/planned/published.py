@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from rl_async.launcher.capacity_simulation import (
+from rl_async.launcher.capacity import (
     Costs,
     Device,
     DeviceSplit,

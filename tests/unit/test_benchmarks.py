@@ -36,7 +36,7 @@ from benchmarks.real.steps import MODES, SHAPES, lengthened, overrides_of, sums
 from benchmarks.real.time_to_reward import Step, first_above
 from benchmarks.runbook import HINTS, ITEMS, QUARTER, installed, last_lines, medians, missing
 from rl_async.configs.load import load_config
-from rl_async.launcher.capacity_simulation import EpisodeShape
+from rl_async.launcher.capacity import EpisodeShape
 from rl_async.launcher.plan.planning import plan
 from rl_async.process.http_auth import make_tokens
 from rl_async.process.run_files import Target, write_targets

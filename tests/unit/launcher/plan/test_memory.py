@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from rl_async.configs.load import load_config
 from rl_async.errors import UserError
-from rl_async.launcher.capacity_simulation import Device, assumed
+from rl_async.launcher.capacity import Device, assumed
 from rl_async.launcher.plan.memory import (
     BATCH_BYTES,
     CONTEXT_BYTES,
