@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from rl_async.agent_loop.environments.host_plan import (
+from rl_async.agent_loop.environments.host_pool import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     MOST_FAILURES,
