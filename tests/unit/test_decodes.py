@@ -47,7 +47,7 @@ WITHOUT = {
         "trainer/finetune/chat_rows.py",
         "map",
     ): "written by the launcher beside the arrays",
-    ("transfer_queue/batches.py", "decode_snapshot"): CALLER,
+    ("transfer_queue/store.py", "decode_snapshot"): CALLER,
     ("transfer_queue/chat_messages.py", "_with_mapping"): CHECKED,
     ("transfer_queue/store.py", "recover"): CALLER,
     ("rollout_server/embedded/server.py", "generate"): CALLER,

@@ -22,7 +22,7 @@ from rl_async.agent_loop.chat_formats.harmony import HarmonyFormat
 from rl_async.agent_loop.chat_formats.mistral import MistralFormat
 from rl_async.agent_loop.chat_formats.render import ChatRenderer, TokenizerFormat
 from rl_async.agent_loop.gateway.chat import read_answer
-from rl_async.agent_loop.gateway.recorder import cut_at_stop
+from rl_async.agent_loop.gateway.gateway_episode import cut_at_stop
 from rl_async.agent_loop.tiny_tokenizer import CHAT_TEMPLATE
 from rl_async.messages import Version, VersionRun
 from rl_async.rollout_server.api import GenerateResult

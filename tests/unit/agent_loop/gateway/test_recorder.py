@@ -21,8 +21,15 @@ from rl_async.agent_loop.gateway.chat import (
     in_order_of_calls,
     read_answer,
 )
+from rl_async.agent_loop.gateway.gateway_episode import (
+    OFFERS,
+    Conversations,
+    EpisodeRecorder,
+    Prompt,
+    cut_at_stop,
+    stopped_by,
+)
 from rl_async.agent_loop.gateway.open_episodes import Ending, Program
-from rl_async.agent_loop.gateway.recorder import OFFERS, Conversations, EpisodeRecorder, Prompt, cut_at_stop, stopped_by
 from rl_async.agent_loop.row_tokens import RowTokens
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.messages import Version, VersionRun
