@@ -2,9 +2,9 @@
 
     messages ── prompt() ──> token ids ── an engine ──> result ── record() ──> rows
 
-``EpisodeRecorder`` keeps a tree of conversations and cuts it into rows, without engine or clock. A request that continues a
-recorded answer gets that answer's tokens and those of the new messages, so nothing that was sampled is ever tokenised
-again. If the answer is the last of its row, the row goes on; otherwise a new row begins.
+``EpisodeRecorder`` keeps a tree of conversations and cuts it into rows, without engine or clock. A request that
+continues a recorded answer gets that answer's tokens and those of the new messages, so nothing that was sampled is ever
+tokenised again. If the answer is the last of its row, the row goes on; otherwise a new row begins.
 
 While an answer is being sampled, ``Release`` decides which part of it may be sent already: text that no further token
 changes.
@@ -40,7 +40,7 @@ from rl_async.agent_loop.chat_formats.format import (
     before_stops,
     without_beginnings,
 )
-from rl_async.agent_loop.episode import kept_alternatives, policy_sampling
+from rl_async.agent_loop.episode import RowTokens, Segment, kept_alternatives, policy_sampling, trajectories
 from rl_async.agent_loop.gateway.chat import (
     ASSISTANT,
     OWN_TURN,
@@ -56,7 +56,6 @@ from rl_async.agent_loop.gateway.chat import (
 )
 from rl_async.agent_loop.gateway.completions import PlainText
 from rl_async.agent_loop.gateway.responses import KeptResponses
-from rl_async.agent_loop.row_tokens import RowTokens, Segment, trajectories
 from rl_async.agent_loop.tools.tool_registry import task_tools
 from rl_async.concurrency import off_loop
 from rl_async.configs.derived import follows_json_schemas, unbounded

@@ -19,8 +19,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForSequenceClassification
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.gateway.open_episodes import OpenEpisodes
-from rl_async.agent_loop.gateway.server import GatewayServer
+from rl_async.agent_loop.gateway.server import GatewayServer, OpenEpisodes
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.reward import RewardConfig
 from rl_async.configs.schema.rollout import AgentConfig, GatewayConfig, RolloutConfig

@@ -15,8 +15,7 @@ import uvicorn
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.gateway.open_episodes import OpenEpisodes
-from rl_async.agent_loop.gateway.server import PING_S, GatewayServer
+from rl_async.agent_loop.gateway.server import PING_S, GatewayServer, OpenEpisodes
 from rl_async.configs.load import dump
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.reward import RewardConfig

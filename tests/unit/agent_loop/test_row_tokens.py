@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rl_async.agent_loop.row_tokens import RowTokens
+from rl_async.agent_loop.episode import RowTokens
 from rl_async.messages import Version, VersionRun
 from rl_async.rollout_server.api import GenerateResult, Routes
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rl_async.agent_loop.row_tokens import RowTokens
+from rl_async.agent_loop.episode import RowTokens
 from rl_async.configs.load import load_config
 from rl_async.errors import DataError, ProtocolError
 from rl_async.messages import Sampling, Trajectory, Version, VersionRun

@@ -8,7 +8,7 @@ from typing import Any
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.gateway.chat import ChatMessage, ChatRequest
 from rl_async.agent_loop.gateway.gateway_episode import GatewayEpisode
-from rl_async.agent_loop.gateway.open_episodes import OpenEpisodes
+from rl_async.agent_loop.gateway.server import OpenEpisodes
 from rl_async.configs.schema.reward import RewardConfig
 from rl_async.errors import EngineLost
 from rl_async.messages import Done, Leased, LeasedGroup, Refused, Renewed, SampleKey, Trajectory

@@ -15,7 +15,7 @@ from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.gateway import openai
 from rl_async.agent_loop.gateway.chat import ChatMessage, ChatRequest
 from rl_async.agent_loop.gateway.gateway_episode import EpisodeRecorder
-from rl_async.agent_loop.gateway.open_episodes import Ending
+from rl_async.agent_loop.gateway.server import Ending
 from rl_async.agent_loop.tiny_tokenizer import CHAT_TEMPLATE
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.errors import RequestRefused

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.gateway import open_episodes
-from rl_async.agent_loop.gateway.open_episodes import Ending, OpenEpisodes, Program
+from rl_async.agent_loop.gateway import server
+from rl_async.agent_loop.gateway.server import Ending, OpenEpisodes, Program
 from rl_async.agent_loop.worker import FIRST_LINES
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.errors import EngineLost, QueueLost, RequestRefused
@@ -49,7 +49,7 @@ async def renewal(queue: FakeQueue) -> None:
 async def test_renewals_list_open_episodes_and_samples_that_no_program_has(
     renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(open_episodes, "RENEWALS_PER_LEASE", 1500)
+    monkeypatch.setattr(server, "RENEWALS_PER_LEASE", 1500)
     queue = FakeQueue([leased(samples=2)])
     async with gateway(queue, renderer, Gone()) as episodes:
         episode = await begin(episodes)
@@ -61,7 +61,7 @@ async def test_renewals_list_open_episodes_and_samples_that_no_program_has(
 
 
 async def test_samples_that_another_worker_plays_end(renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_episodes, "RENEWALS_PER_LEASE", 1500)
+    monkeypatch.setattr(server, "RENEWALS_PER_LEASE", 1500)
     queue = FakeQueue([leased(samples=3)])
     async with gateway(queue, renderer, Gone()) as episodes:
         taken, kept = await begin(episodes), await begin(episodes)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from rl_async.agent_loop.chat_formats.format import Message, SampledTurn
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from rl_async.agent_loop.episode import RowTokens
 from rl_async.agent_loop.gateway.chat import (
     ChatMessage,
     FunctionCall,
@@ -29,8 +30,7 @@ from rl_async.agent_loop.gateway.gateway_episode import (
     cut_at_stop,
     stopped_by,
 )
-from rl_async.agent_loop.gateway.open_episodes import Ending, Program
-from rl_async.agent_loop.row_tokens import RowTokens
+from rl_async.agent_loop.gateway.server import Ending, Program
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.messages import Version, VersionRun
 from rl_async.rollout_server.api import GenerateResult, Routes
