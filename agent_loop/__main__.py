@@ -22,7 +22,7 @@ def main() -> int:
 
 def _work(given: argparse.Namespace) -> None:
     with importing():
-        from rl_async.agent_loop.run_worker import work
+        from rl_async.agent_loop.worker import work
 
     work(given.run, given.index, given.queue, given.reward_model)
 

@@ -30,7 +30,7 @@ POLL_S = 0.02
 ROLES = {
     "launcher": "rl_async.launcher.runs.launch",
     "queue": "rl_async.transfer_queue.__main__",
-    "worker": "rl_async.agent_loop.run_worker",
+    "worker": "rl_async.agent_loop.worker",
     "engine": "rl_async.rollout_server.embedded.server",
     "trainer": "rl_async.trainer.rank",
 }

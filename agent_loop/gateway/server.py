@@ -44,9 +44,8 @@ from rl_async.agent_loop.gateway.chat import (
     unreadable,
 )
 from rl_async.agent_loop.gateway.gateway_episode import Asked, GatewayEpisode, Release, give_reward, task_view
-from rl_async.agent_loop.run_worker import cancel_on_signals
 from rl_async.agent_loop.telemetry import SamplesCollector
-from rl_async.agent_loop.worker import GatewayQueue, Repetitions, RewardScorer, beginning
+from rl_async.agent_loop.worker import GatewayQueue, Repetitions, RewardScorer, beginning, cancel_on_signals
 from rl_async.concurrency import off_loop
 from rl_async.configs.checks import gateway_problem
 from rl_async.configs.load import load_resolved

@@ -19,9 +19,8 @@ from rich.console import Console
 
 from rl_async.agent_loop.endpoint import Endpoint, MessageLines
 from rl_async.agent_loop.episode import policy_sampling
-from rl_async.agent_loop.run_worker import cancel_on_signals, runner_and_rewards
 from rl_async.agent_loop.tools.tool_registry import task_tools
-from rl_async.agent_loop.worker import AgentWorker
+from rl_async.agent_loop.worker import AgentWorker, cancel_on_signals, runner_and_rewards
 from rl_async.configs.schema.rollout import EndpointConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig

@@ -17,7 +17,7 @@ import numpy as np
 
 from rl_async.agent_loop.chat_formats.format_registry import load_format
 from rl_async.agent_loop.episode import session_of
-from rl_async.agent_loop.run_worker import runner_and_rewards
+from rl_async.agent_loop.worker import runner_and_rewards
 from rl_async.configs.load import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError

@@ -11,7 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from rl_async.agent_loop.gateway.server import run_gateway
-from rl_async.agent_loop.run_worker import run_worker
+from rl_async.agent_loop.worker import run_worker
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.reward import JudgeConfig, RewardConfig, RewardTerm
 from rl_async.configs.schema.rollout import AgentConfig, GatewayConfig
