@@ -21,8 +21,7 @@ from rl_async.agent_loop.chat_formats.format import flat_calls
 from rl_async.agent_loop.chat_formats.format_registry import choose
 from rl_async.agent_loop.chat_formats.harmony import HarmonyFormat
 from rl_async.agent_loop.chat_formats.library import LibraryFormat
-from rl_async.agent_loop.chat_formats.printed_parts import PrintedParts
-from rl_async.agent_loop.chat_formats.render import ChatRenderer, nested, takes_arguments_as_text
+from rl_async.agent_loop.chat_formats.render import ChatRenderer, PrintedParts, nested, takes_arguments_as_text
 from rl_async.configs.derived import files_of
 from rl_async.configs.schema.data import DataSource
 from rl_async.configs.schema.rollout import ChatFormatName

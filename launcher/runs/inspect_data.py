@@ -145,7 +145,7 @@ def _rendered(tasks: Sequence[Task], path: str, config: RunConfig) -> Iterator[s
         yield f"prompts are not rendered: model.path: there is no folder {config.model.path} yet"
         return
     # Imported only here, since it imports Transformers, which takes seconds.
-    from rl_async.agent_loop.chat_formats.printed_parts import check_prompts
+    from rl_async.agent_loop.chat_formats.render import check_prompts
 
     schemas = {} if config.agent.gateway is not None else schemas_of(config.agent.tools)
     limit, length = config.data.max_prompt_tokens, prompt_length(config, schemas)

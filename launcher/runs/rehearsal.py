@@ -124,7 +124,7 @@ def check_printed(config: RunConfig) -> None:
     if config.rollout.replay or config.agent.gateway is not None or not Path(config.model.path).is_dir():
         return
     # Imported only here, since they import Transformers, which takes seconds, and PyArrow.
-    from rl_async.agent_loop.chat_formats.printed_parts import check_prompts
+    from rl_async.agent_loop.chat_formats.render import check_prompts
     from rl_async.transfer_queue.dataset import every_task
 
     def load() -> ChatFormat:
