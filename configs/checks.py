@@ -33,22 +33,27 @@ from rl_async.configs.derived import (
 from rl_async.configs.engines import ENGINES, PARALLEL
 from rl_async.configs.schema.algorithm import (
     ADAPTIVE_LIMIT,
+    ADVANTAGES,
+    BY_CRITIC,
+    LOSSES,
     PRESETS,
+    Advantage,
     AdvantageOptions,
     AlgorithmConfig,
     Correction,
     CorrectionOptions,
     CriticConfig,
+    Loss,
     LossOptions,
     ShapingConfig,
     TeacherConfig,
+    advantage_needs,
     band,
     limits,
     read_options,
     resolve,
 )
 from rl_async.configs.schema.data import ROPES, DataConfig, DataSource, WarmStartConfig
-from rl_async.configs.schema.formulas import ADVANTAGES, BY_CRITIC, LOSSES, Advantage, Loss, advantage_needs
 from rl_async.configs.schema.rollout import DATA_PARALLEL, AgentConfig, McpServerConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig

@@ -14,8 +14,8 @@ from typing import Literal
 import msgspec
 
 from rl_async.configs.engines import ENGINES, EngineKind, EngineTraits
+from rl_async.configs.schema.algorithm import advantage_needs
 from rl_async.configs.schema.data import ComputeType, DataConfig, DataSource, ModelConfig, WarmStartConfig
-from rl_async.configs.schema.formulas import advantage_needs
 from rl_async.configs.schema.queue import QueueConfig, RedisConfig
 from rl_async.configs.schema.rollout import McpServerConfig
 from rl_async.configs.schema.run import RunConfig

@@ -32,7 +32,7 @@ from seeds import print_table
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from rl_async.configs.load import load_config
-from rl_async.configs.schema.formulas import ADVANTAGES, LOSSES, advantage_needs
+from rl_async.configs.schema.algorithm import ADVANTAGES, LOSSES, advantage_needs
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import TrainingDiverged
 from rl_async.messages import Sampling, Trajectory, Turn, Version, VersionRun

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from rl_async.configs.derived import compute_type, reference_is_base
-from rl_async.configs.schema.algorithm import CriticConfig, TeacherConfig
-from rl_async.configs.schema.formulas import advantage_needs
+from rl_async.configs.schema.algorithm import CriticConfig, TeacherConfig, advantage_needs
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged, UserError

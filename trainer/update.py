@@ -17,8 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from rl_async.configs.schema.algorithm import RULES, AlgorithmConfig, KlConfig, TeacherConfig
-from rl_async.configs.schema.formulas import advantage_needs
+from rl_async.configs.schema.algorithm import RULES, AlgorithmConfig, KlConfig, TeacherConfig, advantage_needs
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RewardsMissing, TrainingDiverged
 from rl_async.messages import Trajectory, TrajectoryHeader, episode_rewards

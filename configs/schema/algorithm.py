@@ -4,27 +4,27 @@ Corrections are data: presets and their options; ``trainer/algorithms/correction
 meet: the behaviour policy mu that sampled a token, the proximal policy pi_old that the trainer held when the step
 began, and the policy pi_theta that is being trained. The ratio of a token is r = pi/mu, where pi is pi_old if it was
 recomputed (decoupled), else pi_theta (bypass).
+
+``LOSSES`` and ``ADVANTAGES`` have every policy loss and advantage estimator by name, with the traits that the rest of
+the system has to know. The formulas themselves are in ``trainer/algorithms/losses.py`` and ``advantages.py``, in
+tables with the same names; they need torch, and config checks must not. Checks, derived settings and the trainer read
+the traits declared here and never compare names. A user's own function, given as ``path.py:name``, has no traits and is
+not restricted by them.
 """
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from rl_async.configs.schema import Config, Count, Fraction, Positive, doc
-from rl_async.configs.schema.formulas import (
-    ADVANTAGES,
-    LOSSES,
-    Advantage,
-    Loss,
-    advantage_needs,
-    advantage_option,
-    loss_option,
-)
 from rl_async.configs.schema.rollout import EndpointConfig
 from rl_async.errors import ConfigError
 
+Need = Literal["values", "sum_squares", "greedy", "parts", "reference", "process", "states"]
 Weight = Literal["none", "token", "sequence"]
 # A number, or a band such as "0.6_1.4".
 Limit = str | float
@@ -38,6 +38,130 @@ REJECTIONS = tuple(f"{level}_{measure}" for level in LEVELS for measure in MEASU
 # a preset: queue.on_straggler=mask and algorithm.shaping.overlong_filter, which act before any correction sees the
 # token, the greedy episodes of algorithm.advantage=remax, and a correction of the user's that names no rule.
 RULES = ("", "band", "max_age", "veto", *REJECTIONS, "max_staleness", "overlong_filter", "greedy", "correction")
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Traits of a policy loss.
+
+    Attributes:
+        uses_ratio: Whether it uses pi_theta / pi_old; pi_old is mu when old log-probabilities are bypassed.
+        behaviour: "weighs" if it multiplies by pi_old/mu, "limits" if it bounds pi_old against mu.
+        options: Fields of LossOptions that it reads.
+        weighs_rows: Whether it multiplies the weights of a row's tokens, so that one of the row would count too often.
+        ascending: Pairs of options; the first must be below the second.
+    """
+
+    uses_ratio: bool = True
+    behaviour: Literal["unused", "weighs", "limits"] = "unused"
+    options: tuple[str, ...] = ()
+    weighs_rows: bool = False
+    ascending: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Advantage:
+    """Traits of an advantage estimator.
+
+    Attributes:
+        compares_group: Whether it compares the members of a group, so that a group must have at least two.
+        needs: Its inputs besides rewards: a critic's ``values``, the ``sum_squares`` of pi_old over the vocabulary, one
+            more ``greedy`` episode per group, the ``parts`` of the reward in place of the whole, log-probabilities
+            by the ``reference`` model, or by the ``process`` reward model that is trained in the critic's place; the
+            ``states`` that turns answer.
+        row_is_episode: Whether it compares rows one by one, so that an episode must not become several.
+        options: Fields of AdvantageOptions that it reads.
+    """
+
+    compares_group: bool = True
+    needs: frozenset[Need] = frozenset()
+    row_is_episode: bool = False
+    options: tuple[str, ...] = ()
+
+    @property
+    def needs_contrast(self) -> bool:
+        """Whether it learns nothing from a group whose rewards are all equal."""
+        return self.compares_group or "greedy" in self.needs
+
+
+LOSSES: dict[str, Loss] = {
+    "ppo": Loss(options=("clip_dual",)),
+    "decoupled_ppo": Loss(behaviour="weighs", options=("clip_dual", "decoupled_cap")),
+    "reinforce": Loss(uses_ratio=False),
+    "gpg": Loss(uses_ratio=False),
+    "gspo": Loss(),
+    "gmpo": Loss(),
+    "sapo": Loss(options=("sapo_tau_positive", "sapo_tau_negative")),
+    "cispo": Loss(),
+    "dro": Loss(options=("dro_beta",)),
+    "dppo_tv": Loss(options=("dppo_tv", "dppo_high", "dppo_cap")),
+    "dppo_kl": Loss(options=("dppo_kl", "dppo_high", "dppo_cap")),
+    "vespo": Loss(
+        options=("vespo_k_positive", "vespo_lambda_positive", "vespo_k_negative", "vespo_lambda_negative"),
+        weighs_rows=True,
+    ),
+    "sppo": Loss(options=("sppo_eta",)),
+    "ipo": Loss(options=("ipo", "ipo_penalty")),
+    "prime_rl": Loss(options=("dppo_tv", "dppo_high", "dppo_cap", "ipo_penalty")),
+    "m2po": Loss(behaviour="limits", options=("m2po",)),
+    "clip_cov": Loss(
+        options=("clip_dual", "clip_cov_share", "clip_cov_low", "clip_cov_high"),
+        ascending=(("clip_cov_low", "clip_cov_high"),),
+    ),
+    "kl_cov": Loss(options=("kl_cov_share", "kl_cov_coef")),
+}
+
+ADVANTAGES: dict[str, Advantage] = {
+    "grpo": Advantage(),
+    "dr_grpo": Advantage(),
+    "max_rl": Advantage(),
+    "grpo_passk": Advantage(row_is_episode=True, options=("passk_std",)),
+    "gdpo": Advantage(needs=frozenset({"parts"}), options=("gdpo_weights",)),
+    "rloo": Advantage(),
+    "dpo": Advantage(needs=frozenset({"reference"}), row_is_episode=True, options=("dpo_beta",)),
+    "opo": Advantage(),
+    "gpg": Advantage(),
+    "remax": Advantage(compares_group=False, needs=frozenset({"greedy"}), row_is_episode=True),
+    "reinforce_plus_plus": Advantage(compares_group=False, options=("gamma",)),
+    "reinforce_plus_plus_baseline": Advantage(),
+    "gae": Advantage(
+        compares_group=False,
+        needs=frozenset({"values"}),
+        options=("gamma", "lam", "lam_alpha", "whiten", "bootstrap_cut"),
+    ),
+    "prime": Advantage(
+        needs=frozenset({"process", "reference"}),
+        row_is_episode=True,
+        options=("gamma", "whiten", "prime_beta", "prime_coef"),
+    ),
+    "gigpo": Advantage(needs=frozenset({"states"}), options=("gamma", "gigpo_weight", "gigpo_by", "gigpo_std")),
+    "optimal_token_baseline": Advantage(needs=frozenset({"sum_squares"}), row_is_episode=True),
+    "tir_optimal_token_baseline": Advantage(needs=frozenset({"sum_squares"}), row_is_episode=True),
+}
+
+
+# The inputs that a model of the section `critic` gives.
+BY_CRITIC: frozenset[Need] = frozenset({"values", "process"})
+
+
+def advantage_needs(name: str) -> frozenset[Need]:
+    """The estimator's inputs besides rewards. A user's own gets none, since its needs are unknown."""
+    return ADVANTAGES.get(name, Advantage()).needs
+
+
+def loss_option(option: str, text: str) -> Meta:
+    """Describe a field of LossOptions: the names of the losses that read it, and ``text``."""
+    return _read_by(LOSSES, option, text)
+
+
+def advantage_option(option: str, text: str) -> Meta:
+    """Describe a field of AdvantageOptions: the names of the estimators that read it, and ``text``."""
+    return _read_by(ADVANTAGES, option, text)
+
+
+def _read_by(table: Mapping[str, Loss] | Mapping[str, Advantage], option: str, text: str) -> Meta:
+    readers = ", ".join(name for name, traits in table.items() if option in traits.options)
+    return Meta(description=f"{readers}: {text}")
 
 
 class Correction(Config, frozen=True):
@@ -96,7 +220,9 @@ class CorrectionOptions(Config, frozen=True):
 
 
 _GEO: dict[str, Limit] = {"seq_mean_k1": "0.999_1.001"}
+
 _K3: dict[str, Limit] = {"seq_mean_k3": 0.01}
+
 _SEQ: dict[str, Limit] = {"seq_sum_k1": "0.5_2.0"}
 
 # Names and numbers as the class methods of verl's RolloutCorrectionConfig have them (verl/trainer/config/algorithm.py,
@@ -229,12 +355,14 @@ def rules(correction: Correction) -> tuple[str, ...]:
 ADAPTIVE_LIMIT = 0.2
 
 AboveZero = Annotated[float, Meta(gt=0)]
+
 NotNegative = Annotated[float, Meta(ge=0)]
+
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
 
 class AdvantageOptions(Config, frozen=True):
-    """Numbers of the advantage estimators, each read by those that declare it in ``formulas.py``."""
+    """Numbers of the advantage estimators, each read by those that declare it above."""
 
     gamma: Annotated[Fraction, advantage_option("gamma", "discount per token; with gigpo per turn.")] = 1.0
     lam: Annotated[Fraction, advantage_option("lam", "lambda.")] = 1.0
@@ -276,7 +404,7 @@ class AdvantageOptions(Config, frozen=True):
 
 
 class LossOptions(Config, frozen=True):
-    """Numbers of the losses, each read by those that declare it in ``formulas.py``."""
+    """Numbers of the losses, each read by those that declare it above."""
 
     clip_dual: Annotated[
         Annotated[float, Meta(gt=1)] | None,

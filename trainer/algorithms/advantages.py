@@ -4,7 +4,7 @@ Estimators are functions of the whole step's batch. Outcome estimators give one 
 its group, on each of the row's sampled tokens; turn rewards enter through the episode's total reward, and an episode
 alone in its group gets 0 (except with ``remax``). Token estimators differ by token: discounted returns, a critic's
 values, baselines per position. To add one, write the function here, name it in ``ADVANTAGES``, and declare its traits
-in ``configs/schema/formulas.py``.
+in ``configs/schema/algorithm.py``.
 
 Shaping comes first. It consists of pure functions of the batch's headers, which every rank sees:
 

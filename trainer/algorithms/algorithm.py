@@ -21,8 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_async.configs.schema.algorithm import RULES, AdvantageOptions, AlgorithmConfig, Correction, resolve, rules
-from rl_async.configs.schema.formulas import advantage_needs
+from rl_async.configs.schema.algorithm import (
+    RULES,
+    AdvantageOptions,
+    AlgorithmConfig,
+    Correction,
+    advantage_needs,
+    resolve,
+    rules,
+)
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
 from rl_async.trainer.algorithms.advantages import ADVANTAGES, AdvantageFn, AdvantageInputs

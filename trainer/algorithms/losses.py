@@ -2,7 +2,7 @@
 
 Notation: w is the correction's weight, r = pi_theta / pi_old, A the advantage. When old log-probabilities are bypassed,
 pi_old is mu, the sampling policy. Every loss is [B, T]. To add one, write the function here, name it in ``LOSSES``, and
-declare its traits in ``configs/schema/formulas.py``.
+declare its traits in ``configs/schema/algorithm.py``.
 
 Estimators of KL(pi_theta || pi_ref) are in ``ESTIMATORS``; k1, k2, k3: Schulman, "Approximating KL divergence" (2020).
 They only use the two log-probabilities of the sampled token, except ``full``, which sums over the vocabulary. As part

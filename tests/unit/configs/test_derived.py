@@ -3,9 +3,8 @@
 import pytest
 
 from rl_async.configs.derived import compute_type, is_baseline, samples_per_group
-from rl_async.configs.schema.algorithm import AlgorithmConfig
+from rl_async.configs.schema.algorithm import ADVANTAGES, AlgorithmConfig
 from rl_async.configs.schema.data import DataConfig, ModelConfig
-from rl_async.configs.schema.formulas import ADVANTAGES
 from rl_async.configs.schema.rollout import RolloutConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError

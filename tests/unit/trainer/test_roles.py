@@ -7,9 +7,9 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from rl_async.configs.schema.algorithm import ADVANTAGES as TRAITS
 from rl_async.configs.schema.algorithm import AlgorithmConfig
 from rl_async.configs.schema.data import DataConfig, ModelConfig
-from rl_async.configs.schema.formulas import ADVANTAGES as TRAITS
 from rl_async.configs.schema.reward import RewardConfig, RewardTerm
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RewardsMissing

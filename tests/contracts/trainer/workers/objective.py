@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rl_async.configs.schema.algorithm import (
+    LOSSES,
     AlgorithmConfig,
     KlConfig,
     LossOptions,
@@ -23,7 +24,6 @@ from rl_async.configs.schema.algorithm import (
     TeacherModelConfig,
 )
 from rl_async.configs.schema.data import DataConfig, ModelConfig
-from rl_async.configs.schema.formulas import LOSSES
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.messages import Trajectory

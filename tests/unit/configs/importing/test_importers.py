@@ -11,8 +11,8 @@ from rl_async.configs.explain import choices, field_at
 from rl_async.configs.importing import prime_rl, slime, trl, verl
 from rl_async.configs.importing.importers import SOURCES
 from rl_async.configs.load import load_config
+from rl_async.configs.schema.algorithm import ADVANTAGES, LOSSES
 from rl_async.configs.schema.data import CurriculumConfig
-from rl_async.configs.schema.formulas import ADVANTAGES, LOSSES
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
 from rl_async.launcher.cli.training_commands import IMPORT_HELP

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rl_async.configs.schema.algorithm import ADVANTAGES as TRAITS
 from rl_async.configs.schema.algorithm import (
     AdvantageOptions,
     AlgorithmConfig,
@@ -25,7 +26,6 @@ from rl_async.configs.schema.algorithm import (
     ShapingConfig,
 )
 from rl_async.configs.schema.data import DataConfig, ModelConfig, PreferenceConfig
-from rl_async.configs.schema.formulas import ADVANTAGES as TRAITS
 from rl_async.configs.schema.reward import RewardConfig, RewardTerm
 from rl_async.configs.schema.run import RunConfig
 from rl_async.messages import Media, ToolCall, Trajectory, TrajectoryHeader, Turn, Version, VersionRun

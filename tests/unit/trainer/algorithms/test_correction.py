@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rl_async.configs.checks import problems
 from rl_async.configs.schema.algorithm import (
+    LOSSES,
     PRESETS,
     REJECTIONS,
     RULES,
@@ -22,7 +23,6 @@ from rl_async.configs.schema.algorithm import (
     rules,
 )
 from rl_async.configs.schema.data import DataConfig, ModelConfig
-from rl_async.configs.schema.formulas import LOSSES
 from rl_async.configs.schema.run import RunConfig
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.algorithms.correction import correct, correction_metrics

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rl_async.configs.schema.algorithm import LOSSES as TRAITS
 from rl_async.configs.schema.algorithm import (
     AdaptiveKl,
     Aggregation,
@@ -21,7 +22,6 @@ from rl_async.configs.schema.algorithm import (
     LossOptions,
     TeacherConfig,
 )
-from rl_async.configs.schema.formulas import LOSSES as TRAITS
 from rl_async.trainer.algorithms.losses import (
     AGGREGATIONS,
     ESTIMATORS,
