@@ -250,8 +250,8 @@ def _lengths(t: Translation) -> None:
     names = (f"{SAMPLING}.max_completion_tokens", "orchestrator.sampling.max_tokens")
     given = [value for name in names if (value := t.take(name)) is not None]
     t.put("rollout.max_tokens", given[0] if given else episode, *names, "seq_len")
-    for name, whole in (("top_p", (1, 1.0)), ("top_k", (-1, 0)), ("min_p", (0, 0.0))):
-        t.only(f"{SAMPLING}.extra_body.{name}", *whole)
+    t.truncation(f"{SAMPLING}.extra_body.top_k", f"{SAMPLING}.extra_body.top_p")
+    t.only(f"{SAMPLING}.extra_body.min_p", 0)
     # A prompt is bounded by the episode alone there.
     t.put("data.max_prompt_tokens", max(episode - 1, 1), "seq_len", "orchestrator.seq_len")
 

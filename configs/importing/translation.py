@@ -19,6 +19,7 @@ from rl_async.configs.explain import field_at
 from rl_async.configs.importing.shell import is_unknown, read_script
 from rl_async.configs.load import dump_values, parse, read_text, refusals
 from rl_async.configs.schema.algorithm import read_options
+from rl_async.configs.schema.rollout import MOST_KEPT
 from rl_async.errors import ConfigError
 
 # Values by their dotted keys.
@@ -102,6 +103,21 @@ class Translation:
         """Take a setting that has one value here, which the other project may write in several ways."""
         if (value := self.take(key)) not in (None, *allowed):
             self.missing.append(f"{key}={_short(value)}; here it is always {allowed[0]}")
+
+    def truncation(self, top_k: str, top_p: str) -> None:
+        """Put `rollout.truncation` for the other project's number of tokens (off: -1 or 0) and probability (off: 1)."""
+        number = 0 if self.take(top_k) is None else self.number(top_k, 0)
+        share = 1.0 if self.take(top_p) is None else self.take(top_p)
+        if number not in (-1, 0) and not 2 <= number <= MOST_KEPT:
+            self.missing.append(f"{top_k}={number}; in rollout.truncation.top_k it is 2 to {MOST_KEPT}")
+        elif number > 0 or share != 1:
+            self.ours |= {"rollout.truncation.top_k": max(number, 0) or MOST_KEPT, "rollout.truncation.top_p": share}
+            self.notes.append("rollout.truncation: evaluations are truncated in the same way")
+            if number <= 0:
+                self.notes.append(
+                    f"rollout.truncation.top_k: engines name few tokens, so no more than {MOST_KEPT} are sampled, also "
+                    f"where {top_p}={share} has more"
+                )
 
     def text(self, head: str, no_counterpart: Mapping[str, str]) -> str:
         """Our YAML, below comments about everything that needs a look.

@@ -112,8 +112,7 @@ def write(file: Path, more: list[str]) -> str:
     given, unresolved, program = _read(file)
     t = Translation(overridden(given, more, "an argument"), notes=unresolved)
     t.translate(KEYS + OTHER_KEYS)
-    t.only("top_p", 1)
-    t.only("top_k", 0)
+    t.truncation("top_k", "top_p")
     t.only("adam_beta1", 0.9)
     if program is not None:
         _trainer(t, program)

@@ -213,7 +213,7 @@ NO_COUNTERPART = {
     f"{ROLLOUT}.gpu_memory_utilization": "the size of an engine's KV cache is rollout.cache_bytes, in bytes",
     f"{ROLLOUT}.enforce_eager": _ENGINE,
     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": "passes are packed to trainer.max_tokens_per_microbatch",
-    f"{ROLLOUT}.val_kwargs": "evaluation has eval.temperature and eval.samples, and no truncation",
+    f"{ROLLOUT}.val_kwargs": "evaluation has eval.temperature and eval.samples, and rollout.truncation",
     ROLLOUT: _ENGINE,
     "actor_rollout_ref": "not read",
     "critic": "a critic belongs to algorithm.advantage=gae, and has fewer settings of its own",
@@ -249,8 +249,7 @@ def write(file: Path, more: list[str]) -> str:
     if BACKENDS.get(t.given.get(f"{ACTOR}.strategy", ""), t.given.get(f"{ACTOR}.strategy")) == "megatron":
         t.given[f"{MODEL}.enable_gradient_checkpointing"] = False
     t.translate(KEYS + OTHER_KEYS)
-    t.only(f"{ROLLOUT}.top_p", 1)
-    t.only(f"{ROLLOUT}.top_k", -1, 0)
+    t.truncation(f"{ROLLOUT}.top_k", f"{ROLLOUT}.top_p")
     if t.ours.get("trainer.backend") == "megatron":
         t.translate(MEGATRON_KEYS)
         chunks, key = f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size", "trainer.virtual_pipeline"

@@ -273,14 +273,15 @@ class AgentConfig(Config, frozen=True):
 
 
 DATA_PARALLEL = "--data-parallel-size"
+# Engines name MOST_ALTERNATIVES (``rollout_server/api.py``), and vLLM keeps those that tie with the last one, too.
+MOST_KEPT = 16
 
 
 class TruncationConfig(Config, frozen=True, kw_only=True):
     """The tokens that are sampled at all, in training and evaluation. The trainer renormalises over the same ones."""
 
-    # Engines name MOST_ALTERNATIVES (``rollout_server/api.py``), and vLLM keeps those that tie with the last one, too.
     # A single token would teach nothing.
-    top_k: Annotated[int, Meta(ge=2, le=16, description="The number of likeliest tokens that are sampled.")]
+    top_k: Annotated[int, Meta(ge=2, le=MOST_KEPT, description="The number of likeliest tokens that are sampled.")]
     top_p: Annotated[
         float, Meta(gt=0, le=1, description="Of these, the likeliest whose probabilities sum to at least this.")
     ] = 1.0
