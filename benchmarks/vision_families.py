@@ -20,7 +20,7 @@ from transformers.utils import logging
 from rl_async.pictures import FAMILIES
 from tests.unit.rl_async.test_pictures import compared_with_the_family
 from tests.unit.rollout_server.embedded.test_vision import family_in, off_from_the_trainer
-from tests.unit.trainer.test_images import packed_and_alone
+from tests.unit.trainer.test_families import packed_and_alone
 
 
 def gradient_error(family: str, share: bool, folder: Path) -> float:

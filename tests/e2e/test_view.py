@@ -155,7 +155,7 @@ def test_rows_are_filtered_and_grouped_by_what_is_written(tab: Tab) -> None:
 
 
 def test_a_run_that_cannot_be_talked_to_says_why(tab: Tab) -> None:
-    """Conversations themselves are tested with models, in tests/unit/launcher/runs/test_chat.py."""
+    """Conversations themselves are tested with models, in tests/unit/launcher/runs/test_replay_episode.py."""
     page = tab.open("/chat/first")
     page.get_by_label("say").fill("hello")
     page.get_by_label("say").press("Enter")

@@ -4,6 +4,9 @@ import argparse
 import ast
 import re
 import shlex
+import subprocess
+import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import pytest
 from rl_async.configs.explain import all_keys
 from rl_async.configs.load import load_config, preset_names
 from rl_async.launcher.cli.__main__ import main
+from rl_async.launcher.machine_check import TRIED
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -171,3 +175,23 @@ def test_every_function_of_the_architecture_exists() -> None:
     named = re.findall(r"(?:`|^    )(\w+/[\w/]+\.py):\s+([\w.]+)", page, re.MULTILINE)
     assert len(named) > 40
     assert [(file, name) for file, name in named if name not in definitions(ROOT / file)] == []
+
+
+# The version, the changelog and the page of versions agree with the places that they repeat.
+
+
+def test_the_newest_heading_of_the_changelog_is_the_version() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    headings = re.findall(r"^## \[(.+?)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == version
+
+
+def test_the_page_of_versions_is_the_table_in_the_code() -> None:
+    """After a change of the table, run `python docs/site/versions.py`."""
+    code = "import versions; print(versions.rewrite(versions.PAGE.read_text()) == versions.PAGE.read_text())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT / "docs/site", capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == "True\n"
+    page = (ROOT / "docs/reference/versions.md").read_text()
+    assert all(f"| {name} | {trial.version} |" in page for name, trials in TRIED.items() for trial in trials)

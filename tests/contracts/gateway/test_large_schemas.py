@@ -17,7 +17,7 @@ from tests.contracts.gateway.peers import RunningGateway
 from tests.support.forked import fork
 from tests.unit.agent_loop.conftest import demos
 from tests.unit.agent_loop.fakes import leased, run_config
-from tests.unit.rollout_server.test_json_schemas import TOO_LARGE
+from tests.unit.rollout_server.test_routing import TOO_LARGE
 
 QUESTION = [{"role": "user", "content": "which colour?"}]
 FOLLOWING = [kind for kind in get_args(EngineKind) if ENGINES[kind].json_schemas]

@@ -21,7 +21,7 @@ from tests.support.families import COMMON, DISTINCT, SPECIAL, config_of, saved
 from tests.support.forked import run_ranks
 from tests.support.once import once
 from tests.support.rounding import assert_trained_alike, pass_rounding
-from tests.unit.trainer.test_packing import padded
+from tests.unit.trainer.test_batches import padded
 
 THREE_KEYS = {"num_attention_heads": 6, "num_key_value_heads": 3}  # two ranks share out neither one nor the other
 MODELS = {

@@ -3,29 +3,50 @@
 import asyncio
 import json
 import logging
+import os
+import random
+import signal
 import threading
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from rl_async.agent_loop.chat_formats.format import Message, TooLong
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.episode import Episode, tool_agent
+from rl_async.agent_loop.environments.interface import Environment
+from rl_async.agent_loop.environments.session import Session, joined
+from rl_async.agent_loop.episode import Episode, PromptTooLong, RowTokens, tool_agent
+from rl_async.agent_loop.recorded import RecordedRunner, check_recording, needed_groups
 from rl_async.agent_loop.runner import EpisodeRunner
-from rl_async.agent_loop.tools.tool import Tool, marked_as_cut
+from rl_async.agent_loop.step import Step
+from rl_async.agent_loop.tools.tool import Tool, ToolResult, marked_as_cut
 from rl_async.agent_loop.tools.tool_registry import task_tools
 from rl_async.agent_loop.toy_tasks import make_data
 from rl_async.configs.schema.algorithm import AlgorithmConfig
-from rl_async.configs.schema.data import DataConfig
-from rl_async.configs.schema.rollout import AgentConfig, PastReasoning
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.rollout import AgentConfig, PastReasoning, RolloutConfig, TruncationConfig
 from rl_async.configs.schema.run import EvalConfig, RunConfig
-from rl_async.errors import ConfigError, DataError, McpServerLost
-from rl_async.messages import LeasedGroup, Sampling, Trajectory, Version, VersionRun
+from rl_async.configs.schema.trainer import TrainerConfig
+from rl_async.errors import ConfigError, DataError, EnvironmentFailed, McpServerLost
+from rl_async.messages import LeasedGroup, Media, Sampling, Trajectory, Turn, Version, VersionRun
+from rl_async.picture_decoder import DECODER, Want
+from rl_async.pictures import read_picture
+from rl_async.recording import Recording, task_of, write_trajectories
+from rl_async.rollout_server.api import GenerateResult, Routes
+from rl_async.trainer.records import append_trained
+from rl_async.transfer_queue.client import parcel
+from rl_async.transfer_queue.images import MARK, MOST_IMAGES, as_parts, images_of
+from tests.conftest import VOCAB, make_rows
 from tests.support.tiny_models import byte_tokenizer
+from tests.support.vision_models import drawing, vision_tokenizer
 from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config
+from tests.unit.rl_async.test_pictures import oracle, saved
 
 CALL = '<tool_call>\n{"name":"calculator","arguments":{"expression":"2+3"}}\n</tool_call>'
 
@@ -505,3 +526,470 @@ async def test_a_turns_reward_stands_in_the_row_in_which_it_was_sampled(
     sampled = [[turn.reward for turn in row.turns if row.loss_mask[turn.start : turn.end].any()] for row in rows]
     assert sampled == ([[4.0, 2.0, 8.0]] if past == "keep" else [[4.0], [2.0], [8.0]])
     assert sorted(turn.reward for row in rows for turn in row.turns if turn.reward is not None) == [2.0, 4.0, 8.0]
+
+
+# Images in conversations: ids as the family's own processor makes them, rows with their media, and limits.
+
+
+_PARTS = (
+    "{%- if message.content is string -%}{{ message.content }}{%- else -%}{%- for part in message.content -%}"
+    "{%- if part.type == 'image' -%}IMAGE{%- else -%}{{ part.text }}{%- endif -%}{%- endfor -%}{%- endif -%}"
+)
+_CHATML = (
+    "{%- for message in messages -%}{{ '<|im_start|>' + message.role + '\\n' }}PARTS{{ '<|im_end|>\\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+)
+_UTTERANCES = (
+    "<|im_start|>{%- for message in messages -%}{{ message.role + ': ' }}PARTS{{ '<end_of_utterance>\\n' }}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}{{ 'assistant: ' }}{%- endif -%}"
+)
+_TURNS = (
+    "{%- for message in messages -%}{{ '<start_of_turn>' + message.role + '\\n' }}PARTS{{ '<end_of_turn>\\n' }}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<start_of_turn>assistant\\n' }}{%- endif -%}"
+)
+# The layout of each family's own chat template.
+TEMPLATES = {
+    "qwen2_5_vl": (_CHATML, "<|vision_start|><|image_pad|><|vision_end|>"),
+    "qwen3_vl": (_CHATML, "<|vision_start|><|image_pad|><|vision_end|>"),
+    "idefics3": (_UTTERANCES, "<image>"),
+    "smolvlm": (_UTTERANCES, "<image>"),
+    "gemma3": (_TURNS, "<start_of_image>"),
+}
+# A family's own processor takes the text of a control token for the token, so these have none.
+WORDS = ["what", " is ", "here?", "\n", "\n\n", "é", "<", ""]
+
+
+def template(family: str) -> str:
+    layout, mark = TEMPLATES[family]
+    return layout.replace("PARTS", _PARTS.replace("IMAGE", mark))
+
+
+def vision_chat(family: str, folder: Path) -> ChatRenderer:
+    tokenizer = vision_tokenizer()
+    tokenizer.chat_template = template(family)
+    chat = ChatRenderer(tokenizer)
+    chat.pictures = saved(family, folder)
+    return chat
+
+
+@pytest.fixture
+def image_chat(tmp_path: Path) -> ChatRenderer:
+    return vision_chat("qwen2_5_vl", tmp_path)
+
+
+def asking(*images: bytes, text: str = "add") -> Message:
+    return {"role": "user", "content": MARK * len(images) + text, "images": list(images)}
+
+
+def conversation(draw: random.Random) -> list[Message]:
+    made = []
+    for turn in range(draw.randint(1, 5)):
+        role = "assistant" if turn % 2 else "user"
+        count = draw.randint(0, 2) if role == "user" else 0
+        images = [drawing(draw.randrange(20), draw.randint(16, 50), draw.randint(16, 50)) for _ in range(count)]
+        texts = ["".join(draw.choices(WORDS, k=draw.randint(0, 3))) for _ in range(count + 1)]
+        message: Message = {"role": role, "content": MARK.join(texts)}
+        made.append(message | ({"images": images} if images else {}))
+    return made
+
+
+def expected(processor: Any, chat: ChatRenderer, messages: Sequence[Message]) -> list[int]:
+    """The ids of the family's own processor."""
+    printed = processor.tokenizer.apply_chat_template(
+        [as_parts(message) for message in messages], tokenize=False, add_generation_prompt=True
+    )
+    images = [read_picture(data) for data in images_of(messages)]
+    found = processor(text=[printed], images=[images] if images else None, add_special_tokens=False)
+    return list(found["input_ids"][0])
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_prompts_have_the_ids_of_the_familys_own_processor(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = vision_chat(family, tmp_path)
+    tokenizer = vision_tokenizer()
+    tokenizer.chat_template = template(family)
+    processor, draw, seen = oracle(family, tokenizer, monkeypatch), random.Random(family), 0
+    for _ in range(40):
+        messages = conversation(draw)
+        found, images = chat.expand(chat.prompt(messages), messages)
+        assert found == expected(processor, chat, messages)
+        for image in images:
+            tokens = chat.pictures.encode(image.data).tokens
+            # In Gemma 3 the newlines around an image's tokens join those of the text.
+            assert found[image.position + 1 : image.position + len(tokens) - 1] == tokens[1:-1]
+        seen += len(images)
+    assert seen > 20
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_the_text_of_a_mark_is_text(family: str, tmp_path: Path) -> None:
+    chat = vision_chat(family, tmp_path)
+    _, mark = TEMPLATES[family]
+    messages = [asking(drawing(0), text=mark)]
+    found, (image,) = chat.expand(chat.prompt(messages), messages)
+    ((plain, _), alone) = chat.expand(chat.prompt([asking(drawing(0), text="")]), messages), chat.encode(mark)
+    assert len(found) > len(plain) + len(alone), "spelled with more tokens than the mark has"
+    assert image.data == drawing(0)
+
+
+def looker(images: list[bytes], said: str = "look: ") -> Tool:
+    def look() -> list[dict[str, Any]]:
+        """Return a picture of the surroundings."""
+        return [{"type": "text", "text": said}, *({"type": "image", "image": image} for image in images)]
+
+    return Tool(look)
+
+
+IMAGE_CALL = '<tool_call>\n{"name":"look","arguments":{}}\n</tool_call>'
+
+
+async def test_rows_refer_to_the_images_of_prompts_and_tools(image_chat: ChatRenderer) -> None:
+    first, second, third = drawing(1), drawing(2, 64, 16), drawing(3)
+    engine = ScriptedEngine(image_chat, [IMAGE_CALL, "5"])
+    group = leased([{"role": "system", "content": "see"}, asking(first, second)])
+    episode = Episode(group, 0, config=run_config(), chat=image_chat, generator=engine, tools=[looker([third, first])])
+    (row,) = episode.trajectories(await tool_agent(episode))
+    assert [medium.sha256 for medium in row.media] == [
+        Media.of(data, "", 0).sha256 for data in (first, second, third, first)
+    ]
+    assert {medium.mime for medium in row.media} == {"image/png"}
+    for medium, data in zip(row.media, (first, second, third, first), strict=True):
+        tokens = image_chat.pictures.encode(data).tokens
+        assert row.token_ids[medium.position : medium.position + len(tokens)].tolist() == tokens
+        assert not row.loss_mask[medium.position : medium.position + len(tokens)].any()
+    # Every prefix is what the engine was given, and all of it what the template prints of the whole conversation.
+    assert [len(request.images) for request in engine.requests] == [2, 4]
+    for request in engine.requests:
+        assert request.token_ids == row.token_ids[: len(request.token_ids)].tolist()
+        assert [image.position for image in request.images] == [
+            medium.position for medium in row.media[: len(request.images)]
+        ]
+    assert episode.drift() is None
+    whole = [*group.task.prompt, *episode.messages[2:]]
+    printed, _ = image_chat.expand(image_chat.prompt(whole), whole)
+    assert printed[: len(row.token_ids)] == row.token_ids.tolist()
+    assert row.turns[3].text == f"look: {MARK}{MARK}"
+    # The queue takes each image once.
+    assert parcel([row], episode.images).media == {
+        Media.of(data, "", 0).sha256: data for data in (first, second, third)
+    }
+
+
+async def test_a_limit_never_cuts_an_image(image_chat: ChatRenderer) -> None:
+    picture = drawing(4)
+    size = len(image_chat.pictures.encode(picture).tokens)
+    plain = len(image_chat.prompt([asking(picture)]))
+    # The mark is a token of the prompt, which the image's tokens replace.
+    assert len(image_chat.expand(image_chat.prompt([asking(picture)]), [asking(picture)])[0]) == plain + size - 1
+    image_chat.expand(image_chat.prompt([asking(picture)]), [asking(picture)], limit=plain + size)
+    with pytest.raises(TooLong):
+        image_chat.expand(image_chat.prompt([asking(picture)]), [asking(picture)], limit=plain + size - 1)
+    with pytest.raises(PromptTooLong):
+        Episode(
+            leased([asking(picture)]),
+            0,
+            config=run_config(max_tokens=plain + size - 1),
+            chat=image_chat,
+            generator=ScriptedEngine(image_chat, []),
+            tools=(),
+        )
+    # The results of tools that do not fit end the episode before they begin.
+    engine = ScriptedEngine(image_chat, [IMAGE_CALL, "5"])
+    config = run_config(max_tokens=130)
+    episode = Episode(leased("?"), 0, config=config, chat=image_chat, generator=engine, tools=[looker([picture] * 20)])
+    assert await tool_agent(episode) == "length"
+    (row,) = episode.trajectories("length")
+    assert (row.media, len(engine.requests)) == ([], 1)
+
+
+async def test_a_cut_result_loses_the_images_behind_the_cut(image_chat: ChatRenderer) -> None:
+    tool = looker([drawing(5), drawing(6)], said="x" * 100)
+    config = run_config(tool_response_tokens=50)
+    episode = Episode(
+        leased("?"), 0, config=config, chat=image_chat, generator=ScriptedEngine(image_chat, [IMAGE_CALL]), tools=[tool]
+    )
+    await episode.generate()
+    (message,) = await episode.call(episode.tool_calls())
+    assert MARK not in message["content"]
+    assert "images" not in message
+
+
+async def test_a_tools_damaged_image_is_an_error_that_the_model_sees(image_chat: ChatRenderer) -> None:
+    for images in ([drawing(5), drawing(6)[:90]], [drawing(5)] * (MOST_IMAGES + 1)):
+        engine = ScriptedEngine(image_chat, [IMAGE_CALL])
+        episode = Episode(
+            leased("?"), 0, config=run_config(), chat=image_chat, generator=engine, tools=[looker(images)]
+        )
+        await episode.generate()
+        (message,) = await episode.call(episode.tool_calls())
+        assert message["content"].startswith("error: ") and "images" not in message
+        assert episode.turns[-1].tool_calls[0].error
+        assert episode.add([message])
+
+
+async def test_a_text_model_gets_the_description_of_a_servers_image(image_chat: ChatRenderer) -> None:
+    class Server:
+        name, schema = "look", looker([]).schema
+
+        async def call(self, arguments: dict[str, Any], *, timeout_s: float) -> ToolResult:
+            return ToolResult(MARK, images=(drawing(5),), plain="[image: 9 bytes]")
+
+    for pictures, content in ((image_chat.pictures, MARK), (None, "[image: 9 bytes]")):
+        image_chat.pictures = pictures
+        engine = ScriptedEngine(image_chat, [IMAGE_CALL])
+        episode = Episode(leased("?"), 0, config=run_config(), chat=image_chat, generator=engine, tools=[Server()])
+        await episode.generate()
+        (message,) = await episode.call(episode.tool_calls())
+        assert message["content"] == content and ("images" in message) == (pictures is not None)
+
+
+async def test_the_event_loop_goes_on_while_images_are_decoded(image_chat: ChatRenderer) -> None:
+    DECODER.decode(drawing(5), Want.SIZE)
+    assert DECODER._program is not None
+    decoder = DECODER._program[0].pid
+    engine = ScriptedEngine(image_chat, [IMAGE_CALL])
+    episode = Episode(
+        leased("?"), 0, config=run_config(), chat=image_chat, generator=engine, tools=[looker([drawing(5)])]
+    )
+    await episode.generate()
+    os.kill(decoder, signal.SIGSTOP)
+    try:
+        calling = asyncio.create_task(episode.call(episode.tool_calls()))
+        # The tool itself runs in a thread.
+        assert not (await asyncio.wait([calling], timeout=0.3))[0]
+    finally:
+        os.kill(decoder, signal.SIGCONT)
+    (message,) = await calling
+    assert message["images"] == [drawing(5)]
+
+
+class Shows(Environment):
+    """Shows a picture at first, and another one after a turn."""
+
+    def reset(self) -> Any:
+        return [{"role": "user", "content": [{"type": "image", "image": drawing(7)}, {"type": "text", "text": "?"}]}]
+
+    def step(self, answer: str) -> Step:
+        return Step([{"role": "user", "content": "<image>", "images": [drawing(8)]}], done=answer == "stop")
+
+
+async def test_environments_show_images(image_chat: ChatRenderer) -> None:
+    async with Session("shows", Shows(), 5.0) as world:
+        prompt = joined(leased([asking(drawing(6))]).task.prompt, await world.reset())
+        engine = ScriptedEngine(image_chat, ["more", "stop"])
+        episode = Episode(
+            leased(),
+            0,
+            config=run_config(),
+            chat=image_chat,
+            generator=engine,
+            tools=(),
+            environment=world,
+            prompt=prompt,
+        )
+        (row,) = episode.trajectories(await tool_agent(episode))
+    assert list(episode.images.values()) == [drawing(6), drawing(7), drawing(8)]
+    assert len(row.media) == 3
+    assert episode.drift() is None
+
+
+async def test_an_environments_message_with_a_video_fails_the_sample() -> None:
+    class Films(Environment):
+        def reset(self) -> Any:
+            return [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]
+
+    async with Session("films", Films(), 5.0) as world:
+        with pytest.raises(EnvironmentFailed, match="video"):
+            await world.reset()
+
+
+async def test_a_model_of_text_refuses_images(renderer: ChatRenderer) -> None:
+    with pytest.raises(DataError, match="text only"):
+        await EpisodeRunner(run_config(), renderer, ScriptedEngine(renderer, [])).run(
+            leased([{"role": "user", "content": f"{MARK}?", "images": [drawing(0)]}]), 0
+        )
+
+
+# A row's record of experts: each token's first, as far as engines said any, whatever later answers repeat.
+
+
+def answer(tokens: int, start: int, experts: list[int] | None) -> GenerateResult:
+    """``experts``: one number for each token from ``start`` on."""
+    routes = None if experts is None else Routes(start, np.array(experts, np.uint8)[:, None, None].repeat(2, 2))
+    return GenerateResult(
+        token_ids=[7] * tokens,
+        logprobs=[-1.0] * tokens,
+        versions=[VersionRun(Version(), 0, tokens)],
+        finish_reason="stop",
+        routes=routes,
+    )
+
+
+def record(row: RowTokens) -> list[int]:
+    experts = row.arrays()["routed_experts"]
+    assert experts.shape[1:] == (1, 2) and experts.dtype == np.uint8
+    return list(experts[:, 0, 0])
+
+
+def test_answers_that_begin_where_the_record_ends_are_appended() -> None:
+    row = RowTokens([1, 2, 3])
+    row.add_sampled(answer(2, 0, [10, 11, 12, 13]))
+    assert row.routed == 4 and len(row) == 5
+    row.add([4, 5])
+    row.add_sampled(answer(1, 4, [14, 15, 16]))
+    assert record(row) == [10, 11, 12, 13, 14, 15, 16] and len(row) == 8
+
+
+def test_a_token_keeps_its_first_record() -> None:
+    row = RowTokens([1, 2, 3])
+    row.add_sampled(answer(2, 0, [10, 11, 12, 13]))
+    row.add_sampled(answer(1, 0, [90, 91, 92, 93, 14]))
+    assert record(row) == [10, 11, 12, 13, 14]
+
+
+def test_what_an_engine_without_a_record_sampled_gets_it_from_the_next_answer() -> None:
+    row = RowTokens([1, 2])
+    row.add_sampled(answer(2, 0, None))
+    assert row.routed == 0 and row.arrays()["routed_experts"] is None
+    row.add_sampled(answer(1, 0, [10, 11, 12, 13]))
+    assert record(row) == [10, 11, 12, 13]
+
+
+def test_a_record_with_a_gap_before_it_is_left_out() -> None:
+    row = RowTokens([1, 2])
+    row.add_sampled(answer(2, 1, [11, 12]))
+    assert row.arrays()["routed_experts"] is None
+
+
+# Recorded episodes in the place of played ones: what is refused, and what is handed in.
+
+
+STEPS, GROUPS, SAMPLES = 3, 2, 2
+
+
+def record_rows(run: Path, step: int, rows: Sequence[Trajectory]) -> None:
+    write_trajectories(run / "trajectories" / f"step-{step:06d}-lineage0-rank0.jsonl.gz", rows)
+    append_trained(run / "trained.jsonl", 0, step, rows)
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    for step in range(STEPS):
+        record_rows(tmp_path, step, make_rows(step, GROUPS, SAMPLES))
+    return tmp_path
+
+
+def config(run: Path, steps: int = STEPS, groups: int = GROUPS, samples: int = SAMPLES) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(path="none"),
+        data=DataConfig(path="none", train_batch_groups=groups),
+        rollout=RolloutConfig(replay=str(run), group_size=samples),
+        trainer=TrainerConfig(steps=steps),
+    )
+
+
+def leased_recorded(run: Path, place: int, group_id: int, attempt: int) -> LeasedGroup:
+    task = task_of(Recording(run).groups[place])
+    numbers = list(range(SAMPLES))
+    return LeasedGroup(
+        group_id=group_id, partition="train", attempt=attempt, samples=numbers, task=task, min_version=Version()
+    )
+
+
+def test_the_groups_of_a_run_are_the_first_that_were_trained(recorded: Path) -> None:
+    assert [(group.step, group.group) for group in needed_groups(config(recorded, steps=2))] == [
+        (0, 0), (0, 1), (1, 2), (1, 3)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"steps": STEPS + 1}, "steps"),
+        ({"groups": 3, "steps": 1}, "train_batch_groups"),
+        ({"groups": 1, "steps": 1}, "train_batch_groups"),
+        ({"samples": 4}, "group_size"),
+    ],
+)
+def test_another_shape_than_the_runs_is_refused_and_names_the_key(
+    recorded: Path, change: dict[str, int], key: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"rollout\.replay.*{key}"):
+        needed_groups(config(recorded, **change))
+
+
+async def test_rows_are_handed_in_as_they_were_under_the_names_of_this_run(recorded: Path) -> None:
+    runner = RecordedRunner(config(recorded))
+    before = next(row for row in make_rows(1, GROUPS, SAMPLES) if row.key == (3, 1, 0))
+    (row,) = await runner.run(leased_recorded(recorded, 3, group_id=11, attempt=2), 1)
+    assert (row.key, row.attempt, row.episode_id) == ((11, 1, 0), 2, "11.1.2")
+    assert (row.task_id, row.reward, row.versions) == (before.task_id, before.reward, before.versions)
+    assert np.array_equal(row.token_ids, before.token_ids) and row.logprobs.tobytes() == before.logprobs.tobytes()
+
+
+def spoken(renderer: ChatRenderer, row: Trajectory, text: str, said: str) -> Trajectory:
+    """Put an answer into a row; ``said``: its text according to the record."""
+    ids = np.array([*renderer.encode("2+3?"), *renderer.encode(text), renderer.end_of_turn], np.int32)
+    mask = np.arange(len(ids)) >= len(renderer.encode("2+3?"))
+    turn = Turn(role="assistant", text=said, start=int(mask.argmax()), end=len(ids))
+    return msgspec.structs.replace(
+        row, token_ids=ids, loss_mask=mask, logprobs=np.zeros(len(ids), np.float32), turns=[turn]
+    )
+
+
+def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path, renderer: ChatRenderer) -> None:
+    rows = make_rows(0, GROUPS, SAMPLES)
+    record_rows(tmp_path, 0, [spoken(renderer, row, "5", "5") for row in rows])
+    check_recording(config(tmp_path, steps=1), renderer)
+    record_rows(tmp_path, 1, [spoken(renderer, row, "5", "five") for row in make_rows(1, GROUPS, SAMPLES)])
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        check_recording(config(tmp_path, steps=2), renderer)
+
+
+def test_trajectories_that_lack_a_sample_are_refused(recorded: Path, renderer: ChatRenderer) -> None:
+    rows = [row for row in make_rows(2, GROUPS, SAMPLES) if row.sample]
+    write_trajectories(recorded / "trajectories" / "step-000002-lineage0-rank0.jsonl.gz", rows)
+    check_recording(config(recorded, steps=2), None)
+    with pytest.raises(ConfigError, match=r"rollout\.replay"):
+        check_recording(config(recorded), None)
+
+
+def test_trained_tokens_without_a_text_to_compare_are_refused(recorded: Path, renderer: ChatRenderer) -> None:
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        check_recording(config(recorded), renderer)
+
+
+def test_tokens_that_the_model_does_not_have_are_refused(recorded: Path) -> None:
+    check_recording(config(recorded), None, VOCAB)
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        check_recording(config(recorded), None, 2)
+
+
+def test_rows_of_another_truncation_are_refused(tmp_path: Path) -> None:
+    """They were chosen from fewer tokens than this run's checks know of."""
+    rows = make_rows(0, GROUPS, SAMPLES)
+    for row in rows:
+        row.sampling = Sampling(top_k=5)
+        row.kept_tokens = row.token_ids[row.loss_mask][:, None]
+    record_rows(tmp_path, 0, rows)
+    cut = config(tmp_path, steps=1)
+    with pytest.raises(ConfigError, match=r"rollout\.replay.*rollout\.truncation"):
+        check_recording(cut, None)
+    rollout = msgspec.structs.replace(cut.rollout, truncation=TruncationConfig(top_k=5))
+    check_recording(msgspec.structs.replace(cut, rollout=rollout), None, VOCAB)
+    kept = rows[0].kept_tokens
+    assert kept is not None
+    rows[0].kept_tokens = np.append(kept, np.full_like(kept, VOCAB), 1)
+    record_rows(tmp_path, 0, rows)
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        check_recording(msgspec.structs.replace(cut, rollout=rollout), None, VOCAB)
+
+
+def test_a_step_that_was_not_recorded_is_not_taken_for_another_number_of_groups(recorded: Path) -> None:
+    lines = [line for line in (recorded / "trained.jsonl").read_text().splitlines(True) if '"step":1' not in line]
+    (recorded / "trained.jsonl").write_text("".join(lines))
+    with pytest.raises(ConfigError, match="step 1") as refusal:
+        needed_groups(config(recorded, steps=2))
+    assert "train_batch_groups" not in str(refusal.value)

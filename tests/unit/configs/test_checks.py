@@ -1,13 +1,23 @@
 """Configs that are refused, with the keys and the way out, and configs that are not."""
 
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, get_args
 
 import pytest
 
 from rl_async.configs.checks import gateway_problem, mcp, plays_itself, unrewarded, without_effect
+from rl_async.configs.derived import Transport, compute_type, is_baseline, samples_per_group
+from rl_async.configs.engines import ENGINES, EngineKind, EngineTraits
 from rl_async.configs.load import load_config
+from rl_async.configs.schema.algorithm import ADVANTAGES, AlgorithmConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.rollout import RolloutConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
+from rl_async.rollout_server.pool import connect
+from rl_async.rollout_server.sglang.client import SglangEngine
+from rl_async.rollout_server.vllm.client import VllmEngine
+from rl_async.transfer_queue.admission import QueueSettings
 
 EASY = "{path: e.jsonl, schedule: [[5, 1], [0, 2]]}"
 MEGATRON = ("trainer.backend=megatron",)
@@ -605,3 +615,61 @@ def test_losses_that_cannot_work_name_their_keys(overrides: list[str], named: li
 @pytest.mark.parametrize("overrides", ACCEPTED)
 def test_the_ways_out_are_accepted(overrides: list[str]) -> None:
     load_config("calculator", overrides)
+
+
+# The traits of the kinds of engines are complete, and consistent with the registries of their code.
+
+
+def test_every_kind_has_traits_and_a_client() -> None:
+    assert set(get_args(EngineKind)) == set(ENGINES)
+    for kind in get_args(EngineKind):
+        client = SglangEngine if kind == "sglang" else VllmEngine
+        assert type(connect(kind, "http://127.0.0.1:1")) is client
+
+
+@pytest.mark.parametrize("traits", ENGINES.values(), ids=list(ENGINES))
+def test_every_kind_can_be_started_and_installed(traits: EngineTraits) -> None:
+    assert find_spec(f"rl_async.{traits.module}.__main__")
+    assert bool(traits.package) == bool(traits.versions) == bool(traits.install)
+
+
+def test_the_flags_that_we_set_are_refused() -> None:
+    for traits in ENGINES.values():
+        for flag in (*traits.flags, *traits.fixed_flags, *traits.refused_flags, "--host"):
+            assert traits.refusal(flag) and traits.refusal(f"{flag}=1")
+        assert not traits.refusal("--block-size=32")
+
+
+def test_transports_are_those_of_the_configs() -> None:
+    for traits in ENGINES.values():
+        assert set(traits.transports) <= set(get_args(Transport))
+
+
+# Values that follow from several keys.
+
+
+def test_a_role_refuses_a_type_that_is_not_settled() -> None:
+    assert compute_type(ModelConfig(path="m", dtype="bfloat16")) == "bfloat16"
+    with pytest.raises(ConfigError, match=r"model\.dtype=auto"):
+        compute_type(ModelConfig(path="m"))
+
+
+def derived_config(advantage: str) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(path="m"),
+        data=DataConfig(path="d"),
+        rollout=RolloutConfig(group_size=5),
+        algorithm=AlgorithmConfig(advantage=advantage),
+    )
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_remax_alone_asks_the_queue_for_one_more(name: str) -> None:
+    expected = 6 if name == "remax" else 5
+    assert samples_per_group(derived_config(name)) == QueueSettings.of(derived_config(name)).group_size == expected
+
+
+def test_the_last_sample_of_a_training_group_is_the_greedy_one() -> None:
+    remax = derived_config("remax")
+    assert [is_baseline(remax, "train", sample) for sample in range(6)] == [False] * 5 + [True]
+    assert not is_baseline(remax, "eval", 5)

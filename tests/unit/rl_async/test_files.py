@@ -1,6 +1,7 @@
 """Files are replaced whole, files of lines survive a crash, and every error of a decoder is caught."""
 
 import ast
+import json
 import os
 import re
 import resource
@@ -9,10 +10,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from rl_async.configs.checks import check
+from rl_async.configs.load import load_config
+from rl_async.errors import ConfigError, UserError
+from rl_async.extraction import Found, behind_reasoning, boxed, extract, trace
 from rl_async.files import (
     UNDECODABLE,
     append_durably,
@@ -21,6 +27,21 @@ from rl_async.files import (
     make_durable_folder,
     replace_file,
     written_whole,
+)
+from rl_async.model_files import INDEX, indexed_files, read_header, weight_files
+from rl_async.process import run_files
+from rl_async.process.role import main_thread
+from rl_async.process.run_files import (
+    TIMELINE_FOLDER,
+    Beat,
+    ProgressWriter,
+    TimelineReader,
+    beat,
+    enter,
+    missing_ranks,
+    read_beats,
+    read_progress,
+    read_timeline,
 )
 from tests.unit.test_imports import FILES
 
@@ -262,3 +283,309 @@ def test_what_the_decoders_raise_is_covered(decode: Callable[[], object], kind: 
     with pytest.raises(UNDECODABLE) as raised:
         decode()
     assert raised.type is kind
+
+
+# Damaged and hostile files of weights, and indexes that name files elsewhere.
+
+
+HEADER = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "__metadata__": {"format": "pt"}}
+
+
+def stored(header: bytes, data: bytes = b"\0" * 8, length: int | None = None) -> bytes:
+    return (len(header) if length is None else length).to_bytes(8, "little") + header + data
+
+
+def test_a_header_tells_the_tensors(tmp_path: Path) -> None:
+    (tmp_path / "m.safetensors").write_bytes(stored(json.dumps(HEADER).encode()))
+    (tensor,) = read_header(tmp_path / "m.safetensors").values()
+    assert (tensor.dtype, tensor.shape) == ("F32", [2])
+
+
+def entries(*tensors: tuple[str, list[int], tuple[int, int]]) -> bytes:
+    """A header of tensors of these types, shapes and places."""
+    return json.dumps(
+        {str(n): dict(zip(("dtype", "shape", "data_offsets"), each, strict=True)) for n, each in enumerate(tensors)}
+    ).encode()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\1\0",
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n",
+        stored(json.dumps(HEADER).encode(), length=2**63),
+        stored(json.dumps(HEADER).encode(), length=1 << 40),
+        stored(json.dumps(HEADER).encode(), length=3),
+        stored(json.dumps(HEADER).encode(), data=b"\0" * 7),
+        stored(b"[]"),
+        stored(b"{" * 100_000),
+        stored(b'{"a": ' * 100_000),
+        stored(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}}'),
+        stored(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}'),
+        stored(b'{"a": {"dtype": 1}}'),
+        stored(b"\xff\xfe"),
+        stored(json.dumps(HEADER).encode(), data=b"\0" * 64),
+        stored(entries(("F32", [2], (0, 8)), ("F32", [2], (0, 8)))),
+        stored(entries(("F32", [2], (0, 8)), ("F32", [2], (4, 12))), data=b"\0" * 12),
+        stored(entries(("F32", [2], (8, 16))), data=b"\0" * 16),
+        stored(entries(("F32", [3], (0, 8)))),
+        stored(entries(("F32", [-1, -2], (0, 8)))),
+        stored(entries(("F32", [1 << 62, 8], (0, 8)))),
+        stored(entries(("F33", [2], (0, 8)))),
+        stored(b'{"a": {"dtype": "F32", "dtype": "I32", "shape": [2], "data_offsets": [0, 8]}}'),
+        stored(b'{"__metadata__": {"format": 1}}', data=b""),
+    ],
+)
+def test_what_is_no_file_of_weights_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "m.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=r"m\.safetensors"):
+        read_header(tmp_path / "m.safetensors")
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "a/../../x", "", "..", "a/b.safetensors"])
+def test_an_index_that_names_something_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
+    index = tmp_path / "index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "m-1.safetensors", "b": name}}))
+    with pytest.raises(ValueError, match=r"index\.json"):
+        indexed_files(index)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": {"a": 1}}', "[" * 100_000])
+def test_what_is_no_index_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "index.json").write_text(text)
+    with pytest.raises(ValueError, match=r"index\.json"):
+        indexed_files(tmp_path / "index.json")
+
+
+def test_an_index_names_each_file_once(tmp_path: Path) -> None:
+    (tmp_path / "index.json").write_text(json.dumps({"weight_map": {"a": "2.st", "b": "1.st", "c": "2.st"}}))
+    assert indexed_files(tmp_path / "index.json") == ["1.st", "2.st"]
+
+
+def test_weights_that_a_folder_has_twice_are_those_of_the_index(tmp_path: Path) -> None:
+    """As Mistral's folders have them, under other names in a file of their own."""
+    (tmp_path / INDEX).write_text('{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}')
+    for name in ("model-1", "model-2", "consolidated"):
+        (tmp_path / f"{name}.safetensors").touch()
+    assert {file.name for file in weight_files(tmp_path)} == {"model-1.safetensors", "model-2.safetensors"}
+
+
+# Answers are found where people write them, and a chain says which step found what.
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("3 + 4 = 7", "7"),
+        ("The answer is 7.", "7"),
+        ("it costs $1,234.50, sir", "1234.5"),
+        ("12,34", "34"),
+        ("x = -3", "-3"),
+        ("-3", "-3"),
+        ("10-3", "3"),
+        ("(2)-5", "5"),
+        ("72.00", "72"),
+        ("007", "7"),
+        ("0.5", "0.5"),
+        ("1000000000000000000000000000001", "1000000000000000000000000000001"),
+        ("100", "100"),
+        ("it is .5", "0.5"),
+        ("-.50", "-0.5"),
+        ("see sec.5", "5"),
+        ("x = \u22125", "-5"),
+        ("10\u22123", "3"),
+        ("1.5e-3", "0.0015"),
+        ("1.5E+3", "1500"),
+        ("1e999999999", "999999999"),
+        ("-0.0", "0"),
+        ("1/2", "2"),
+        ("none", None),
+        ("", None),
+    ],
+)
+def test_the_last_number_is_found_and_written_plainly(text: str, expected: str | None) -> None:
+    assert extract(text, ("last_number",)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r"so \boxed{7}", "7"),
+        (r"\boxed{1} then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed {x}", "x"),
+        (r"\boxed{1} then \fbox{2}", "2"),
+        (r"\boxed{1} and \boxed{2", "1"),
+        ("boxed{3}", None),
+        (r"\boxed{\boxed{1} and \boxed{2}", "2"),
+        (r"\boxed{a \boxed{b}}", "b"),
+        (r"} \boxed{1} }", "1"),
+        (r"so \boxed 34.", "34"),
+        (r"$\fbox -3$", "-3"),
+        (r"\boxed{1} or \boxed 2", "1"),
+    ],
+)
+def test_the_last_closed_box_is_found(text: str, expected: str | None) -> None:
+    assert extract(text, ("boxed",)) == expected
+
+
+def test_boxes_that_are_never_closed_are_read_once() -> None:
+    read: list[str] = []
+
+    class Noting(str):
+        def __getitem__(self, place: Any) -> str:
+            read.append("")
+            return super().__getitem__(place)
+
+    assert boxed(Noting("\\boxed{" * 2800)) is None
+    assert len(read) < 10_000
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<answer>a</answer> no, <ANSWER>\n b \n</ANSWER>", "b"),
+        ("<answer>1<answer>2</answer>", "2"),
+        ("<answer>1", None),
+    ],
+)
+def test_the_last_pair_of_tags_is_found(text: str, expected: str | None) -> None:
+    assert extract(text, ("answer_tag",)) == expected
+
+
+def test_a_pattern_gives_its_group_of_the_last_match() -> None:
+    assert extract("A: 1\nA: 2\n", (r"regex:^A: (\d)$",)) == "2"
+    assert extract("yes or no", ("regex:yes|no",)) == "no"
+    assert extract("left", (r"regex:(right)|(left)",)) == "left"
+    assert extract("nothing", ("regex:x(y)",)) is None
+
+
+def test_a_chain_narrows_down_and_a_list_takes_the_first_that_finds_something() -> None:
+    chain = (("boxed", "answer_tag"), "last_number")
+    assert extract(r"5 steps: \boxed{x = 12} <answer>3</answer>", chain) == "12"
+    assert trace("<answer>3 apples</answer>, 4", chain) == [Found("answer_tag", "3 apples"), Found("last_number", "3")]
+    assert trace("just 4", chain) == [Found("boxed or answer_tag", None)]
+    assert extract("all of it", ()) == "all of it"
+
+
+@pytest.mark.parametrize(
+    ("extract", "named"),
+    [("[last_numbr]", "last_number"), ("['regex:(']", "regular expression"), ("[[boxd]]", "boxed")],
+)
+def test_a_mistake_in_the_config_is_named(extract: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=rf"reward\.functions: .*{named}"):
+        check(load_config("sort", [f"reward.functions=[{{name: exact_answer, extract: {extract}}}]"]))
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "answer"),
+    [
+        ("7", "", "7"),
+        ("<think>a</think>7", "a", "7"),
+        ("a\n</think>\n\n7", "a", "7"),
+        ("<think>a</think>b<think>c</think>7", "a</think>b<think>c", "7"),
+        ("<think> maybe 7", "<think> maybe 7", ""),
+        ("<think>a</think> so <think> 7", "<think>a</think> so <think> 7", ""),
+        ("<seed:think>maybe 7", "<seed:think>maybe 7", ""),
+        ("maybe 6</seed:think>7", "maybe 6", "7"),
+        ("[THINK]maybe 6[/THINK]7", "maybe 6", "7"),
+        ("◁think▷maybe 7", "◁think▷maybe 7", ""),
+        ("Here is my thought process: 6. Here is my response: 7", "6.", "7"),
+        ("Here are my reasoning steps: \\boxed{7}", "Here are my reasoning steps: \\boxed{7}", ""),
+        ("<thought>6</thought>7", "6", "7"),
+        ("7 as in `<thinking>`", "", "7 as in `<thinking>`"),
+    ],
+)
+def test_the_answer_stands_behind_the_reasoning(text: str, reasoning: str, answer: str) -> None:
+    assert behind_reasoning(text) == (reasoning, answer)
+
+
+# Files in which a run's processes say what they do: the timeline, and heartbeats of ranks.
+
+
+def test_what_was_entered_is_read_in_the_order_of_time(tmp_path: Path) -> None:
+    assert read_timeline(tmp_path) == []
+    enter(tmp_path, "launcher", "engine-0", "running", about="pid 7")
+    beat(tmp_path, 0, 3, "training")
+    enter(tmp_path, "weights", "engine-0", "", version="0.4")
+    found = read_timeline(tmp_path)
+    assert [(one.writer, one.lane, one.stage, one.step, one.version, one.about) for one in found] == [
+        ("launcher", "engine-0", "running", -1, "", "pid 7"),
+        ("trainer-0", "trainer-0", "training", 3, "", ""),
+        ("weights", "engine-0", "", -1, "0.4", ""),
+    ]
+    assert [one.at for one in found] == sorted(one.at for one in found)
+
+
+def test_a_torn_line_is_lost_alone(tmp_path: Path) -> None:
+    enter(tmp_path, "weights", "engine-0", "probe")
+    file = tmp_path / TIMELINE_FOLDER / "weights.jsonl"
+    file.write_bytes(file.read_bytes() + b'{"lane":"engine-0","at":1795')
+    enter(tmp_path, "weights", "engine-0", "pause")
+    assert [one.stage for one in read_timeline(tmp_path)] == ["probe", "pause"]
+
+
+def test_its_size_is_bounded_and_the_newest_lines_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_files, "MOST_BYTES", 2000)
+    reader = TimelineReader(tmp_path)
+    for step in range(200):
+        enter(tmp_path, "trainer-0", "trainer-0", "training", step=step)
+        if step % 7 == 0:
+            assert reader.read() == read_timeline(tmp_path), "what follows the files agrees with what reads them anew"
+    assert sum(file.stat().st_size for file in (tmp_path / TIMELINE_FOLDER).iterdir()) < 4400
+    steps = [one.step for one in read_timeline(tmp_path)]
+    assert len(steps) >= 20 and steps == list(range(200 - len(steps), 200))
+
+
+def at(rank: int, step: int, phase: str) -> Beat:
+    return Beat(rank=rank, pid=100 + rank, step=step, phase=phase, since=0.0)
+
+
+def test_the_last_beat_of_each_rank_is_read(tmp_path: Path) -> None:
+    assert read_beats(tmp_path) == []
+    beat(tmp_path, 1, 4, "training")
+    beat(tmp_path, 0, 4, "training")
+    beat(tmp_path, 0, 5, "waiting for a batch")
+    said = read_beats(tmp_path)
+    assert [(b.rank, b.step, b.phase, b.pid) for b in said] == [
+        (0, 5, "waiting for a batch", os.getpid()),
+        (1, 4, "training", os.getpid()),
+    ]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"rank": 0}', b"\xff", b"[" * 5000])
+def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "ranks" / "0.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"0\.json"):
+        read_beats(tmp_path)
+
+
+def test_progress_is_written_now_and_then_and_tells_what_the_rest_takes(tmp_path: Path) -> None:
+    now, read = 100.0, lambda: read_progress(tmp_path, "trainer-0")
+    write = ProgressWriter(tmp_path, "trainer-0", lambda: now)
+    assert read() is None
+    for seconds, done, seen in ((0.0, 0, 0), (0.5, 1, 0), (2.0, 4, 4), (2.5, 5, 4)):
+        now = 100.0 + seconds
+        write("training", done, 12, "micro-batches")
+        found = read()
+        assert found is not None and (found.done, found.total, found.since) == (seen, 12, 100.0)
+    assert found.left_s == 4.0
+    # New work is written at once, and its time counts from there.
+    write("values", 0, 3, "micro-batches")
+    found = read()
+    assert found is not None and (found.work, found.since, found.left_s) == ("values", 102.5, None)
+
+
+def test_who_cannot_run_is_missing_before_who_is_behind_and_else_all_others_are() -> None:
+    beats = [at(0, 3, "meeting the ranks"), at(1, 3, "training"), at(2, 3, "meeting the ranks")]
+    fine = {0: "S", 1: "R", 2: "S"}
+    assert missing_ranks(beats, 0, fine) == [beats[1]]
+    assert missing_ranks(beats, 0, fine | {2: "T"}) == [beats[2]]
+    assert missing_ranks(beats, 1, fine) == [beats[0], beats[2]]
+
+
+def test_the_newest_dump_counts() -> None:
+    dump = 'Stack (most recent call first):\n  File "a.py", line 1 in old\n'
+    assert [frame.name for frame in main_thread(dump + dump.replace("old", "new"))] == ["new"]
+    assert main_thread("") == ()

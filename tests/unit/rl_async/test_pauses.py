@@ -17,7 +17,7 @@ from rl_async.errors import EnvironmentFailed
 from rl_async.reward_loop.service import RewardService
 from tests.unit.reward_loop.rows import score
 from tests.unit.reward_loop.test_service import config
-from tests.unit.rl_async.test_concurrency import package_sources
+from tests.unit.rl_async.test_processes import package_sources
 
 LOOK_S = 0.1
 LIMIT_S = 1.5

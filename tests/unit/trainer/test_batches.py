@@ -1,32 +1,52 @@
 """Batches: their sources, the rows that a rank takes, and the whole batch that all ranks hold."""
 
+import itertools
 import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_async import codec
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import RlAsyncError, RowsChanged, RowsLost
+from rl_async.errors import DataError, RlAsyncError, RowsChanged, RowsLost
 from rl_async.messages import Done, NotReady, Reserved, Trajectory, TrajectoryHeader, Turn, Version, VersionRun
-from rl_async.trainer import batches
+from rl_async.trainer import attention, batches
 from rl_async.trainer.algorithms.rows import on_tokens
-from rl_async.trainer.batch_layout import MiniBatch, RowCost
+from rl_async.trainer.attention import packed_attention
+from rl_async.trainer.batch_layout import (
+    MiniBatch,
+    RowCost,
+    cost_imbalance,
+    imbalance,
+    karmarkar_karp,
+    layout,
+    row_cost_of,
+    token_imbalance,
+)
 from rl_async.trainer.batches import Batch, QueueSource, agreed, assemble, take_batch
+from rl_async.trainer.packing import Tensors, collate, empty_tensors, pack, pack_tree, prefix_tree, row_calls
 from rl_async.trainer.ranks import DataParallel, StopRequest, pure_data_parallel
 from rl_async.trainer.records import Recorder
 from rl_async.transfer_queue.client import announced_rows, parcel
 from tests.conftest import make_rows
 from tests.support.batches import whole_batch
+from tests.support.families import COMMON, SPECIAL
+from tests.support.rounding import assert_near, rounding
+from tests.support.varlen import by_borders
 
 
 class SourceQueue:
@@ -234,3 +254,421 @@ def test_ranks_that_hold_different_rows_get_the_same_batch(share: list[int]) -> 
     assert torch.equal(got.turns, whole_batch(rows, step=3).turns), "a mark is no part of the turn's number"
     assert torch.equal(got.behaviour.view(torch.int32), expected.behaviour.view(torch.int32))
     assert torch.equal(got.mask, expected.mask & on_tokens(trains, got.rows))
+
+
+# The layout of a batch over ranks and micro-batches, the cost of a row, and the partition into equal shares.
+
+
+def header(i: int, tokens: int) -> TrajectoryHeader:
+    return TrajectoryHeader(
+        group_id=i // 4,
+        sample=i % 4,
+        attempt=0,
+        partition="train",
+        episode_id=str(i),
+        segment=0,
+        tokens=tokens,
+        sampled=tokens // 2,
+        reward=0.0,
+        finish_reason="stop",
+        versions=[VersionRun(Version(0, 3), 0, tokens // 2)],
+        tokens_hash="",
+    )
+
+
+@given(
+    st.lists(st.integers(2, 60), min_size=1, max_size=40),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(20, 200),
+    st.integers(0, 5),
+    st.sampled_from([RowCost(), RowCost(50, 1), RowCost(padded=True)]),
+)
+def test_every_row_is_trained_once_within_the_budget(lengths, minibatches, ranks, budget, step, cost) -> None:
+    headers = [header(i, n) for i, n in enumerate(lengths)]
+    plan = layout(headers, step=step, minibatches=minibatches, ranks=ranks, max_tokens=budget, seed=1, cost=cost)
+    rows = sorted(i for mini in plan for micros in mini.ranks for micro in micros for i in micro)
+    assert rows == list(range(len(lengths)))
+    for mini in plan:
+        assert len({len(micros) for micros in mini.ranks}) == 1
+        assert mini.rows == sorted(i for micros in mini.ranks for micro in micros for i in micro)
+        for micros in mini.ranks:
+            for micro in micros:
+                sizes = [lengths[i] for i in micro]
+                assert len(micro) <= 1 or (max(sizes) * len(micro) if cost.padded else sum(sizes)) <= budget
+
+
+def test_ranks_and_micro_batches_get_equal_work_and_not_equal_tokens() -> None:
+    lengths = [100] * 2 + [10] * 200
+    headers, cost = [header(i, n) for i, n in enumerate(lengths)], RowCost(linear=10, quadratic=1)
+    plan = layout(headers, step=0, minibatches=1, ranks=2, max_tokens=800, seed=0, cost=cost)
+    assert cost_imbalance(plan, headers, cost) < 0.01
+    alone = [header(0, 100), *(header(i, 10) for i in range(1, 61))]  # 11,000 and 60 times 200
+    uneven = layout(alone, step=0, minibatches=1, ranks=2, max_tokens=10_000, seed=0, cost=cost)
+    assert cost_imbalance(uneven, alone, cost) < 0.02 < 0.3 < token_imbalance(uneven, alone, cost)
+    for micros in plan[0].ranks:
+        costs = [sum(cost.of(lengths[i]) for i in micro) for micro in micros]
+        assert len(costs) > 1
+        assert max(costs) < 1.1 * min(costs)
+
+
+def test_the_layout_depends_on_seed_and_step_only() -> None:
+    headers = [header(i, 10 + i) for i in range(16)]
+    same = [layout(headers, step=2, minibatches=2, ranks=2, max_tokens=99, seed=5, cost=RowCost()) for _ in range(2)]
+    other = layout(headers, step=3, minibatches=2, ranks=2, max_tokens=99, seed=5, cost=RowCost())
+    assert same[0] == same[1]
+    assert same[0] != other
+
+
+def test_every_mini_batch_has_rows_that_train() -> None:
+    made = [header(i, 10) for i in range(16)]
+    made[1::2] = [msgspec.structs.replace(h, baseline=True) for h in made[1::2]]
+    for step in range(50):
+        minis = layout(made, step=step, minibatches=4, ranks=2, max_tokens=64, seed=0, cost=RowCost())
+        assert [sum(not made[row].baseline for row in mini.rows) for mini in minis] == [2] * 4
+        assert [len(mini.rows) for mini in minis] == [4] * 4
+
+
+def group(number: int, prompt: int, answers: list[int]) -> list[TrajectoryHeader]:
+    headers = [header(4 * number, prompt + answer) for answer in answers]
+    return [
+        msgspec.structs.replace(h, group_id=number, sample=i, prompt_tokens=prompt, prompt_crc32=number)
+        for i, h in enumerate(headers)
+    ]
+
+
+SHARING = RowCost(10, 1, shares_prefixes=True)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 40), st.lists(st.integers(1, 20), min_size=1, max_size=6)), min_size=1, max_size=8
+    ),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(20, 150),
+)
+def test_a_prompt_counts_once_in_each_micro_batch(groups, minibatches, ranks, budget) -> None:
+    headers = [h for number, (prompt, answers) in enumerate(groups) for h in group(number, prompt, answers)]
+    plan = layout(headers, step=0, minibatches=minibatches, ranks=ranks, max_tokens=budget, seed=1, cost=SHARING)
+    rows = sorted(i for mini in plan for micros in mini.ranks for micro in micros for i in micro)
+    assert rows == list(range(len(headers)))
+    for micro in (micro for mini in plan for micros in mini.ranks for micro in micros):
+        prompts = {headers[i].group_id: headers[i].prompt_tokens for i in micro}
+        computed = sum(prompts.values()) + sum(headers[i].tokens - headers[i].prompt_tokens for i in micro)
+        assert len(micro) <= 1 or computed <= budget
+
+
+def test_groups_stay_together_where_ranks_are_balanced_all_the_same() -> None:
+    headers = [h for number in range(8) for h in group(number, 100, [20] * 4)]
+    (mini,) = layout(headers, step=0, minibatches=1, ranks=2, max_tokens=10_000, seed=0, cost=SHARING)
+    whose = [{headers[i].group_id for micro in micros for i in micro} for micros in mini.ranks]
+    assert not whose[0] & whose[1]
+    assert len(whose[0]) == len(whose[1]) == 4
+    for minibatches in (2, 4):
+        minis = layout(headers, step=0, minibatches=minibatches, ranks=1, max_tokens=10_000, seed=0, cost=RowCost())
+        seen = [{headers[i].group_id for i in mini.rows} for mini in minis]
+        assert sum(map(len, seen)) == len(set.union(*seen)) == 8, "mini-batches are of whole groups, shared or not"
+
+
+def test_a_group_is_divided_when_that_makes_the_slowest_rank_faster() -> None:
+    one = group(0, 10, [50] * 8)
+    (mini,) = layout(one, step=0, minibatches=1, ranks=2, max_tokens=10_000, seed=0, cost=SHARING)
+    assert [sum(map(len, micros)) for micros in mini.ranks] == [4, 4]
+    assert cost_imbalance([mini], one, SHARING) == 0
+    long = group(0, 1000, [1] * 2)
+    (mini,) = layout(long, step=0, minibatches=1, ranks=2, max_tokens=10_000, seed=0, cost=SHARING)
+    assert sorted(sum(map(len, micros)) for micros in mini.ranks) == [0, 2], "the prompt is nearly all of it"
+    (mini,) = layout(one, step=0, minibatches=1, ranks=1, max_tokens=250, seed=0, cost=SHARING)
+    assert sorted(map(len, mini.ranks[0])) == [4, 4], "divided by the budget alone, 10 + 4 * 50"
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "llama", "mistral", "phi3", "qwen2_moe", "qwen3", "qwen3_moe"])
+def test_linear_work_is_two_operations_per_weight_that_a_token_meets(kind: str) -> None:
+    config = AutoConfig.for_model(kind, **(COMMON | SPECIAL.get(kind, {})))
+    model = AutoModelForCausalLM.from_config(config)
+    met = 0.0
+    for name, weight in model.named_parameters():
+        if weight.dim() < 2 or "embed" in name or "shared_expert_gate" in name:
+            continue
+        routed = ".experts." in name  # 2 of 4 experts
+        met += weight.numel() * (0.5 if routed else 1.0)
+    assert row_cost_of(config).linear == 2 * met
+
+
+def test_quadratic_work_counts_scores_and_values_of_half_the_pairs() -> None:
+    llama = AutoConfig.for_model("llama", **COMMON)
+    assert row_cost_of(llama).quadratic == 4 * 4 * (16 + 16)  # layers, heads, elements of a key and of a value
+    deepseek = AutoConfig.for_model("deepseek_v3", **(COMMON | SPECIAL["deepseek_v3"]))
+    assert row_cost_of(deepseek).quadratic == 4 * 4 * (24 + 12)
+
+
+def test_the_work_of_a_row() -> None:
+    assert RowCost(linear=10, quadratic=2).of(3) == 48
+    assert RowCost().of(3) == 3
+
+
+def spread(sizes: list[int], parts: list[list[int]]) -> int:
+    sums = [sum(sizes[i] for i in part) for part in parts]
+    return max(sums) - min(sums)
+
+
+def longest_first(sizes: list[int], parts: int) -> list[list[int]]:
+    shares: list[list[int]] = [[] for _ in range(parts)]
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        min(shares, key=lambda share: sum(sizes[j] for j in share)).append(i)
+    return shares
+
+
+@given(st.lists(st.integers(0, 5000), max_size=60), st.integers(1, 9))
+def test_every_row_is_dealt_out_once_and_no_part_is_off_by_more_than_a_row(sizes: list[int], parts: int) -> None:
+    shares = karmarkar_karp(sizes, parts)
+    assert len(shares) == parts
+    assert sorted(i for share in shares for i in share) == list(range(len(sizes)))
+    assert spread(sizes, shares) <= max(sizes, default=0)
+    assert all(sizes[a] >= sizes[b] for share in shares for a, b in itertools.pairwise(share))
+    assert shares == karmarkar_karp(list(sizes), parts)
+
+
+def test_the_example_of_the_literature() -> None:
+    sizes = [8, 7, 6, 5, 4]
+    assert spread(sizes, karmarkar_karp(sizes, 2)) == 2
+    assert spread(sizes, longest_first(sizes, 2)) == 4
+
+
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_it_beats_giving_the_longest_row_to_the_lightest_rank(parts: int) -> None:
+    random = np.random.default_rng(parts)
+    batches = [random.lognormal(6, 1, 64).astype(int).tolist() for _ in range(50)]
+    ours = [spread(sizes, karmarkar_karp(sizes, parts)) for sizes in batches]
+    greedy = [spread(sizes, longest_first(sizes, parts)) for sizes in batches]
+    assert np.median(ours) < 0.7 * np.median(greedy)
+
+
+def test_imbalance_is_the_excess_of_the_largest_over_the_mean() -> None:
+    assert imbalance([3, 1]) == pytest.approx(0.5)
+    assert imbalance([2, 2, 2]) == imbalance([0, 0]) == 0.0
+
+
+# Micro-batches as tensors: padded, packed, and as trees of shared prefixes.
+
+
+def test_collate_pads_rows_and_masks_what_was_not_sampled() -> None:
+    rows = make_rows(0)[:3]
+    batch = collate(rows, device="cpu")
+    assert batch.lengths.tolist() == [len(row.token_ids) for row in rows]
+    for i, row in enumerate(rows):
+        assert np.array_equal(batch.tokens[i, : len(row.token_ids)].numpy(), row.token_ids)
+        assert not batch.tokens[i, len(row.token_ids) :].any()
+        assert np.array_equal(batch.mask[i, : len(row.token_ids) - 1].numpy(), row.loss_mask[1:])
+
+
+def test_a_given_mask_stands() -> None:
+    rows = make_rows(0)[:2]
+    mask = torch.zeros((2, max(len(row.token_ids) for row in rows) - 1), dtype=torch.bool)
+    assert torch.equal(collate(rows, device="cpu", mask=mask).mask, mask)
+
+
+def with_experts(first: int, count: int, shape: tuple[int, int] = (2, 3)) -> Trajectory:
+    row = make_rows(0)[first]
+    experts = (np.arange(count * shape[0] * shape[1]) % 251).astype(np.uint8).reshape(count, *shape)
+    return msgspec.structs.replace(row, routed_experts=experts)
+
+
+def test_experts_are_padded_with_what_no_router_chooses() -> None:
+    rows = [with_experts(0, 5), make_rows(0)[1], with_experts(2, len(make_rows(0)[2].token_ids) - 1)]
+    batch = collate(rows, device="cpu", replay_routers=True)
+    assert batch.experts is not None and batch.experts.shape == (*batch.tokens.shape, 2, 3)
+    assert np.array_equal(batch.experts[0, :5].numpy(), rows[0].routed_experts)
+    assert (batch.experts[0, 5:] == -1).all() and (batch.experts[1] == -1).all()
+    assert np.array_equal(batch.experts[2, : batch.lengths[2] - 1].numpy(), rows[2].routed_experts)
+    assert collate(rows, device="cpu").experts is None
+    assert collate(rows[1:2], device="cpu", replay_routers=True).experts is None
+    with pytest.raises(DataError):
+        collate([rows[0], with_experts(1, 4, (2, 4))], device="cpu", replay_routers=True)
+
+
+def padded(lengths: list[int]) -> Tensors:
+    """Row b holds 100 b + 1, 100 b + 2, ...; its temperature is b + 1."""
+    width = max(2, *lengths)
+    batch = empty_tensors("cpu")
+    batch.tokens = torch.zeros((len(lengths), width), dtype=torch.int64)
+    for row, length in enumerate(lengths):
+        batch.tokens[row, :length] = 100 * row + 1 + torch.arange(length)
+    batch.lengths = torch.tensor(lengths)
+    batch.temperature = torch.arange(1.0, len(lengths) + 1)[:, None, None]
+    batch.experts = batch.tokens.to(torch.int16)[..., None, None].expand(-1, -1, 2, 3)
+    return batch
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8))
+def test_what_is_computed_per_token_comes_back_where_the_token_is(lengths: list[int]) -> None:
+    batch = padded(lengths)
+    packed = pack(batch)
+    assert packed.tokens.shape == packed.positions.shape == (1, sum(lengths))
+    assert sum(length * sequences for length, sequences in packed.groups) == sum(lengths)
+    assert [length for length, _ in packed.groups] == sorted(set(lengths), reverse=True)
+    assert packed.positions[0].tolist() == [
+        t for length, sequences in packed.groups for _ in range(sequences) for t in range(length)
+    ]
+    there = torch.arange(batch.tokens.shape[1] - 1) + 1 < batch.lengths[:, None]
+    for flat, expected in (
+        (packed.tokens[0], batch.tokens[:, :-1]),
+        (packed.targets, batch.tokens[:, 1:]),
+        (packed.temperature, batch.temperature[:, 0].expand(there.shape)),
+        (packed.experts, batch.experts[:, :-1]),
+        (packed.tokens[0, :, None] * torch.tensor([1, 2]), batch.tokens[:, :-1, None] * torch.tensor([1, 2])),
+    ):
+        back = packed.unpack(flat)
+        assert back.shape == expected.shape
+        assert back[there].equal(expected[there])
+        assert not back[~there].any()
+
+
+def checked(
+    q: Tensor, k: Tensor, v: Tensor, borders: Tensor, same: Tensor, longest: int, too: int, **named: Any
+) -> Tensor:
+    """The stand-in, given what a kernel relies on."""
+    assert same is borders and borders.dtype == torch.int32
+    assert longest == too >= borders.diff().max()
+    return by_borders(q, k, v, borders, same, longest, too, **named)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+def test_one_call_for_the_row_computes_what_one_for_each_sequence_does(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = pack(padded([2, 5, 5])).backbone_inputs()
+    row = inputs["packed_row"]
+    assert row.borders.tolist() == row.host_borders.tolist() == [0, 5, 10, 12] and row.longest >= 5
+    module = torch.nn.Module()
+    module.is_causal = True  # type: ignore[assignment]
+    q, k, v = (torch.randn(1, heads, 12, 8) for heads in (4, 2, 2))
+    given = {"packed_row": row, "attention_mask": None, "scaling": 0.3, "sliding_window": window}
+    expected, _ = packed_attention(module, q, k, v, **given)
+    monkeypatch.setattr(attention, "_kernel_takes", lambda query, value: True)
+    monkeypatch.setattr(attention, "_kernel", checked)
+    given["packed_row"] = replace(row, has_kernel=True)
+    found, _ = packed_attention(module, q, k, v, **given)
+    # Outputs are averages of values; the scores, sums of 8 products, change their weights.
+    size = v.abs().max().item()
+    scores = 0.3 * 8 * q.abs().max().item() * k.abs().max().item()
+    assert_near(found, expected, 2 * rounding(size * max(1.0, 2 * scores), terms=8))
+
+
+def test_pytorchs_kernel_takes_fewer_key_heads_than_query_heads() -> None:
+    """Without elements, as a CPU has no kernel: what this version of PyTorch checks of its arguments."""
+    q, k, v = (
+        torch.empty(12, heads, 8, dtype=torch.bfloat16, device="meta", requires_grad=True) for heads in (6, 2, 2)
+    )
+    borders = torch.empty(4, dtype=torch.int32, device="meta")
+    out = attention._kernel(q, k, v, borders, borders, 5, 5, scale=0.3, window_size=(2, 0))
+    assert out.shape == q.shape
+    assert [part.shape for part in torch.autograd.grad(out, (q, k, v), out)] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"packed_row": None},
+        {"attention_mask": torch.ones(1, 1, 4, 4)},
+        {"position_bias": torch.zeros(1)},
+        {"causal": False},
+    ],
+)
+def test_what_packed_attention_does_not_compute_is_refused(asked: dict) -> None:  # type: ignore[type-arg]
+    asked = {"packed_row": row_calls(((4, 1),), torch.device("cpu")), "attention_mask": None} | asked
+    module = torch.nn.Module()
+    module.is_causal = asked.pop("causal", True)  # type: ignore[assignment]
+    x = torch.randn(1, 2, 4, 8)
+    with pytest.raises(ValueError, match="families"):
+        packed_attention(module, x, x, x, **asked)
+
+
+ROWS = st.lists(
+    st.tuples(st.lists(st.integers(1, 2), min_size=1, max_size=12), st.sampled_from([1.0, 0.5])), min_size=1, max_size=7
+)
+
+
+def tree_batch(rows: list[list[int]]) -> np.ndarray:
+    tokens = np.zeros((len(rows), max(2, *map(len, rows))), np.int64)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = row
+    return tokens
+
+
+@given(ROWS, st.integers(1, 4))
+def test_a_row_is_a_path_and_its_tokens_see_that_path(drawn: list[tuple[list[int], float]], least: int) -> None:
+    rows, temperatures = [row for row, _ in drawn], [temperature for _, temperature in drawn]
+    tokens = tree_batch(rows)
+    tree = prefix_tree(tokens, [len(row) for row in rows], temperatures, least)
+    if tree is None:
+        for (row, a), (other, b) in ((x, y) for i, x in enumerate(drawn) for y in drawn[:i]):
+            assert a != b or row[:least] != other[:least] or min(len(row), len(other)) < least
+        return
+    assert len(tree.places) < sum(map(len, rows))
+    assert [tree.nodes[0].start, *(node.stop for node in tree.nodes)] == [
+        *(node.start for node in tree.nodes),
+        len(tree.places),
+    ]
+    seen = [set[int]() for _ in tree.places]
+    for start, stop, end in tree.nodes:
+        for token in range(start, end):
+            seen[token] |= set(range(start, min(token + 1, stop)))
+    owners: dict[int, set[float]] = {}
+    for number, (row, path) in enumerate(zip(rows, tree.paths, strict=True)):
+        assert tokens.flatten()[tree.places[path]].tolist() == row
+        assert tree.positions[path].tolist() == list(range(len(row)))
+        assert tree.before[path].tolist() == [-1, *path[:-1]]
+        for at, token in enumerate(path.tolist()):
+            assert seen[token] == set(path[: at + 1].tolist())
+            owners.setdefault(token, set()).add(temperatures[number])
+    assert all(len(those) == 1 for those in owners.values()), "one distribution predicts a token"
+
+
+@given(ROWS)
+def test_what_is_computed_for_a_prediction_comes_back_in_every_row_that_makes_it(
+    drawn: list[tuple[list[int], float]],
+) -> None:
+    batch = empty_tensors("cpu")
+    batch.tokens = torch.from_numpy(tree_batch([row for row, _ in drawn]))
+    batch.lengths = torch.tensor([len(row) for row, _ in drawn])
+    batch.temperature = torch.tensor([temperature for _, temperature in drawn])[:, None, None]
+    tree = prefix_tree(batch.tokens.numpy(), batch.lengths.tolist(), batch.temperature.flatten().tolist(), 1)
+    if tree is None:
+        return
+    packed = pack_tree(batch, tree)
+    there = torch.arange(batch.tokens.shape[1] - 1) + 1 < batch.lengths[:, None]
+    for flat, expected in (
+        (packed.targets, batch.tokens[:, 1:]),
+        (packed.temperature, batch.temperature[:, 0].expand(there.shape)),
+        (packed.predicting(packed.tokens[0]), batch.tokens[:, :-1]),
+        (packed.predicting(packed.positions[0]), torch.arange(there.shape[1]).expand(there.shape)),
+    ):
+        back = packed.unpack(flat)
+        assert back[there].equal(expected[there])
+        assert not back[~there].any()
+
+
+def test_rows_that_end_where_others_go_on_need_no_tokens_of_their_own() -> None:
+    rows = [[5, 6, 7, 8], [5, 6, 7, 8], [5, 6], [5, 6, 7, 8, 9]]
+    tree = prefix_tree(tree_batch(rows), [4, 4, 2, 5], [1.0] * 4, 1)
+    assert tree is not None
+    assert len(tree.places) == 5
+    assert [len(path) for path in tree.paths] == [4, 4, 2, 5]
+
+
+def test_nodes_are_as_few_as_pay() -> None:
+    rows = [[1] * 9 + [2] * 3, [1] * 9 + [3] * 3, [1] * 4 + [4] * 8]
+    tree = prefix_tree(tree_batch(rows), [12] * 3, [1.0] * 3, 5)
+    assert tree is not None
+    assert [tuple(node) for node in tree.nodes] == [(0, 9, 15), (9, 12, 12), (12, 15, 15), (15, 27, 27)]
+
+
+def test_collate_makes_a_tree_only_when_it_is_asked_to() -> None:
+    rows = make_rows(0)[:2]
+    rows[1] = rows[0]
+    assert collate(rows, device="cpu").tree is None
+    shared = collate(rows, device="cpu", share_prefixes=True)
+    assert shared.tree is not None
+    assert shared.computed == len(rows[0].token_ids) == int(shared.lengths.sum()) / 2

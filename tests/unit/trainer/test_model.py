@@ -1,6 +1,7 @@
 """A model with its heads: outputs, shared prefixes, and router replay."""
 
 import copy
+import json
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -14,27 +15,36 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.router_replay import distance, perturbed, sampled
+from rl_async.configs.schema.data import ATTENTION_KEY, OverrideConfig, RopeConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import DataError, UserError
+from rl_async.launcher.plan.memory import size_of
+from rl_async.launcher.sources import overridden_folder
+from rl_async.messages import Sampling
 from rl_async.model_files import experts_of
+from rl_async.rollout_server.embedded.core import EngineCore, Sequence, why_not_served
 from rl_async.trainer.algorithms.rows import Rows
 from rl_async.trainer.backend import OutputName, Outputs
 from rl_async.trainer.batches import MicroBatch
 from rl_async.trainer.families import FAMILIES
-from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.trainer.fsdp2 import KEPT, Fsdp2Backend
 from rl_async.trainer.model import REPLAYED, Head, build_headed, why_not_replayed, why_prefixes_apart
 from rl_async.trainer.packing import Tensors, collate, prefix_tree
 from rl_async.trainer.publishing import Canary, compare
 from rl_async.trainer.ranks import pure_data_parallel
 from rl_async.trainer.update import LossSums
+from tests.conftest import VOCAB as MODEL_VOCAB
 from tests.conftest import make_rows
 from tests.support.batches import loss_of, shared_rows
 from tests.support.families import COMMON, DISTINCT, SPECIAL, VOCAB, saved
 from tests.support.rounding import (
     LARGEST,
+    PlainPass,
     allowance,
     allowances,
     assert_as_close,
@@ -48,6 +58,7 @@ from tests.support.tiny_models import pickled, sparse_model
 from tests.support.whole_weights import whole_weights
 
 pytestmark = pytest.mark.usefixtures("one_rank")
+
 
 TRAINING = TrainerConfig(learning_rate=1e-2, minibatches=1)
 
@@ -568,3 +579,143 @@ def test_agreement_is_of_the_first_pass_over_trained_tokens_with_a_record() -> N
     for agreement in (first, torch.ones_like(first)):
         sums.add_routes(micro, Outputs(agreement=agreement))
     assert sums.metrics()["router/agreement"] == pytest.approx(0.25 + 0.5 / int(there.sum()))
+
+
+# Trainer and engine compute alike under ``model.override``, and exports record it.
+
+
+def test_trainer_and_engine_agree_under_it_and_the_canary_would_see_another(model_folder: Path, tmp_path: Path) -> None:
+    folder = overridden_folder(model_folder, OverrideConfig(rope=RopeConfig(rope_type="linear", factor=16.0)), tmp_path)
+    sequence = Sequence("0", [5, 9, 2, 7], Sampling(), 40, frozenset(), None, lambda _: None)
+    served = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    assert why_not_served(served.config) is None
+    core = EngineCore(served, max_batch=2, max_length=64)
+    core.add(sequence)
+    while not core.step():
+        pass
+    errors = PlainPass(served).errors(sequence.tokens, sequence.logprobs, 1.0)
+    assert (errors <= 1).all()
+    row = msgspec.structs.replace(
+        make_rows(0)[0],
+        token_ids=torch.tensor(sequence.tokens, dtype=torch.int32).numpy(),
+        loss_mask=torch.tensor([False] * 4 + [True] * 40).numpy(),
+    )
+    tensors = collate([row], device="cpu")
+    trained, plain = (
+        Fsdp2Backend(str(path), "float32", "cpu", TrainerConfig()).forward(tensors).logprobs[0, 3:].double()
+        for path in (folder, model_folder)
+    )
+    bound = PlainPass(served)
+    assert (bound.errors(sequence.tokens, trained.tolist(), 1.0) <= 1).all()
+    assert (bound.errors(sequence.tokens, plain.tolist(), 1.0) > 1).any()
+
+
+def test_the_attention_of_transformers_pads_rows_and_gives_the_same(model_folder: Path, tmp_path: Path) -> None:
+    folder = overridden_folder(model_folder, OverrideConfig(attention="eager"), tmp_path)
+    tensors = collate(make_rows(0)[:3], device="cpu")
+    packed = Fsdp2Backend(str(model_folder), "float32", "cpu", TrainerConfig())
+    padded = Fsdp2Backend(str(folder), "float32", "cpu", TrainerConfig())
+    assert padded.model.lm.config._attn_implementation == "eager" and not padded.model.packs
+    assert packed.model.packs
+    a, b = (model.forward(tensors).logprobs[tensors.mask] for model in (packed, padded))
+    assert (a - b).abs().max() <= pass_rounding(float(a.abs().max()), layers=2, terms=64)
+    out = tmp_path / "step"
+    (out / "shards").mkdir(parents=True)
+    padded._describe(out)
+    written = json.loads(next(out.rglob("config.json")).read_text())
+    assert written[ATTENTION_KEY] == "eager"
+
+
+def test_an_implementation_that_is_not_installed_is_named(model_folder: Path, tmp_path: Path) -> None:
+    folder = overridden_folder(model_folder, OverrideConfig(attention="flash_attention_2"), tmp_path)
+    with pytest.raises(UserError, match=r"model\.path"):
+        Fsdp2Backend(str(folder), "float32", "cpu", TrainerConfig())
+
+
+# Selective checkpointing multiplies nothing again, keeps what the memory plan counts, and changes no gradient.
+
+
+def backends(folder: Path) -> list[Fsdp2Backend]:
+    """One that keeps everything, one that checkpoints selectively, and one that keeps its layers' input alone."""
+    return [
+        Fsdp2Backend(str(folder), "float32", "cpu", TrainerConfig(activation_checkpointing=how))
+        for how in (False, "selective", True)
+    ]
+
+
+def gradients(backend: Fsdp2Backend, batch: Tensors) -> dict[str, Tensor]:
+    loss_of(backend.model.outputs(batch, frozenset()), batch.lengths).backward()
+    named = backend.model.named_parameters()
+    found = {name: p.grad.full_tensor().clone() for name, p in named if p.grad is not None}  # type: ignore[operator]
+    backend.model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize(
+    "kind",
+    # Plain attention, products of experts, soft caps and windows, layers with a state.
+    [
+        "qwen3",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3_moe", "gemma2", "qwen3_next")),
+    ],
+)
+def test_gradients_are_those_of_layers_that_keep_everything(kind: str, shares: bool, tmp_path: Path) -> None:
+    saved(kind, tmp_path)
+    batch = shared_rows(MODEL_VOCAB)
+    if not shares:
+        batch = msgspec.structs.replace(batch, tree=None)
+    everything, selective, _ = (gradients(backend, batch) for backend in backends(tmp_path))
+    assert everything.keys() == selective.keys()
+    assert max(gradient.abs().max().item() for gradient in everything.values()) > 1e-6
+    for name, gradient in everything.items():
+        assert gradient.equal(selective[name]), name
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "olmo"])
+def test_a_model_that_changes_what_is_kept_is_refused(kind: str, tmp_path: Path) -> None:
+    saved(kind, tmp_path)
+    _, selective, whole = backends(tmp_path)
+    gradients(whole, shared_rows(MODEL_VOCAB))
+    with pytest.raises(UserError, match=r"trainer\.activation_checkpointing=selective"):
+        gradients(selective, shared_rows(MODEL_VOCAB))
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_no_product_is_computed_again(shares: bool, tmp_path: Path) -> None:
+    saved("qwen3", tmp_path)
+    batch = shared_rows(MODEL_VOCAB)
+    if not shares:
+        batch = msgspec.structs.replace(batch, tree=None)
+    counts = []
+    for backend in backends(tmp_path):
+        with FlopCounterMode(display=False) as counter:
+            gradients(backend, batch)
+        counts.append(counter.get_total_flops())
+    everything, selective, whole = counts
+    assert selective == everything < whole
+
+
+class Kept(TorchDispatchMode):
+    """Adds up the numbers in what the kept operations return, without attention's sums."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in KEPT:
+            self.numbers += (out[0] if isinstance(out, tuple) else out).numel()
+        return out
+
+
+def test_the_plan_counts_what_layers_keep(tmp_path: Path) -> None:
+    model = saved("qwen3", tmp_path)
+    config = TrainerConfig(activation_checkpointing="selective")
+    # A value head's product is not among them, logits would be.
+    backend = Fsdp2Backend(str(tmp_path), "float32", "cpu", config, "value")
+    batch = msgspec.structs.replace(shared_rows(MODEL_VOCAB), tree=None)
+    with Kept() as kept:
+        backend.model.outputs(batch, frozenset())
+    size = size_of(model.config.to_dict())
+    assert size is not None
+    assert (size.selected - size.checkpointed) * int(batch.lengths.sum()) == kept.numbers > 0

@@ -4,20 +4,29 @@ import asyncio
 import gzip
 import json
 import logging
+import math
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast, get_args
 
 import numpy as np
 import pytest
 import torch
 from torch.profiler import ProfilerActivity
 
-from rl_async.errors import EngineLost, OutOfMemory
+from rl_async.configs.load import load_config
+from rl_async.configs.schema.algorithm import GuardConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import RunConfig, TrackerName, TrackingConfig
+from rl_async.errors import ConfigError, EngineLost, OutOfMemory, PolicyDrifted
 from rl_async.messages import EngineList, EngineRecord, StatusReport, Version
 from rl_async.process.run_files import DeviceBudget, Holder, Phase, Stage, traces, write_request
 from rl_async.rollout_server.api import EngineLoad, EngineTokens
 from rl_async.trainer import monitoring
+from rl_async.trainer.guard import Guard, GuardAction
 from rl_async.trainer.monitoring import (
     STAGES,
     DeviceMeter,
@@ -30,6 +39,8 @@ from rl_async.trainer.monitoring import (
     engine_metrics,
     exceeds,
 )
+from rl_async.trainer.run import Run
+from rl_async.trainer.trackers import TRACKERS, Destination, Tracking, mlflow_name
 
 MIB = 1 << 20
 
@@ -362,3 +373,198 @@ def test_failed_attempts_are_those_since_the_step_before() -> None:
         "rollout/failed_attempts/EpisodeTimeout": 2.0,
         "rollout/failed_attempts/lost_worker": 1.0,
     }
+
+
+# Trackers: what they write, what stops a run at its start, and that a later failure never does.
+
+
+def config(*backends: str) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(path="m"),
+        data=DataConfig(path="d"),
+        tracking=TrackingConfig(backends=backends),  # type: ignore[arg-type]
+        name="test",
+    )
+
+
+def test_every_tracker_of_the_config_is_there() -> None:
+    assert TRACKERS.keys() == set(get_args(TrackerName))
+
+
+def test_jsonl_is_always_written(tmp_path: Path) -> None:
+    tracking = Tracking(config(), tmp_path)
+    tracking.log(0, {"step": 0, "reward/mean": 0.5})
+    tracking.log(1, {"step": 1, "reward/mean": 0.75})
+    tracking.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["reward/mean"] for row in rows] == [0.5, 0.75]
+
+
+def test_tensorboard_writes_what_can_be_read_back(tmp_path: Path) -> None:
+    reader = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="pip install 'rl-async[tensorboard]'"
+    )
+    tracking = Tracking(config("tensorboard"), tmp_path)
+    tracking.log(3, {"reward/mean": 0.5, "loss/policy": math.nan, "step": 3})
+    tracking.log(4, {"reward/mean": 0.75})
+    tracking.close()
+    events = reader.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(3, 0.5), (4, 0.75)]
+    assert [(e.step, math.isnan(e.value)) for e in events.Scalars("loss/policy")] == [(3, True)]
+    assert [(e.step, e.value) for e in events.Scalars("step")] == [(3, 3.0)]
+
+
+def test_names_for_mlflow_have_only_characters_that_it_takes() -> None:
+    assert mlflow_name("eval/math/pass@4/low") == "eval.math.pass_at_4.low"
+    assert mlflow_name("eval/go as black, or \u00fc/avg") == "eval.go as black_ or \u00fc.avg"
+
+
+def test_console_prints_a_line_per_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tracking = Tracking(config("console"), tmp_path)
+    tracking.log(0, {"reward/mean": 0.5, "time/step_s": 1.0})
+    tracking.close()
+    line = capsys.readouterr().err
+    assert "1 of 100 steps" in line and "reward/mean 0.500" in line
+
+
+def test_a_torn_last_line_of_a_crash_is_cut_off(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step":0}\n{"step":1,"rew')
+    tracking = Tracking(config(), tmp_path)
+    tracking.log(1, {"step": 1})
+    tracking.close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step":0}\n{"step":1}\n'
+
+
+def test_an_evaluation_after_the_last_step_is_no_line_of_the_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[tuple[int, object]] = []
+    remembering = Destination(lambda step, metrics: logged.append((step, metrics)), lambda: None)
+    monkeypatch.setitem(TRACKERS, "wandb", lambda config, folder: remembering)
+    tracking = Tracking(config("wandb"), tmp_path)
+    tracking.log(0, {"step": 0})
+    tracking.log_evaluation(1, {"eval/reward": 0.5})
+    tracking.close()
+    assert logged == [(0, {"step": 0}), (1, {"eval/reward": 0.5})]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_tracker_that_fails_later_never_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def fail(step: int, metrics: object) -> None:
+        calls.append(step)
+        raise ConnectionError("the server is gone")
+
+    def closed() -> None:
+        raise AssertionError("it was dropped")
+
+    monkeypatch.setitem(TRACKERS, "wandb", lambda config, folder: Destination(fail, closed))
+    tracking = Tracking(config("wandb"), tmp_path)
+    for step in range(3):
+        tracking.log(step, {"step": step})
+    tracking.close()
+    assert calls == [0]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_misconfigured_tracker_stops_the_run_at_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(config: RunConfig, folder: Path) -> Destination:
+        raise ImportError("No module named 'wandb'")
+
+    monkeypatch.setitem(TRACKERS, "wandb", missing)
+    with pytest.raises(ConfigError, match=r"tracking\.backends: .*rl-async\[wandb\]"):
+        Tracking(config("wandb"), tmp_path)
+
+
+# The guard: patience, one warning per excursion, stop with a named error, halving and giving back.
+
+
+IN = {"correction/ess": 0.9, "correction/k3": 0.01}
+LOW_ESS = {"correction/ess": 0.1, "correction/k3": 0.01}
+HIGH_KL = {"correction/ess": 0.9, "correction/k3": 0.5}
+
+
+def observe(guard: Guard, steps: Iterable[dict[str, float]]) -> list[GuardAction]:
+    return [guard.observe(number, metrics) for number, metrics in enumerate(steps)]
+
+
+def guard_config(action: str, **changes: float) -> GuardConfig:
+    return GuardConfig(**({"action": action, "min_ess": 0.3, "max_kl": 0.3} | changes))
+
+
+def test_a_warning_comes_once_per_excursion_and_only_after_patience() -> None:
+    steps = [LOW_ESS, IN, LOW_ESS, HIGH_KL, LOW_ESS, LOW_ESS, IN, HIGH_KL, HIGH_KL]
+    verdicts = observe(Guard(guard_config("warn"), 4, patience=2), steps)
+    assert [bool(verdict.warning) for verdict in verdicts] == [False, False, False, True, *[False] * 4, True]
+    assert all(verdict.max_staleness is None for verdict in verdicts)
+    assert "correction/k3 = 0.5 > 0.3 (algorithm.guard.max_kl)" in verdicts[3].warning
+    assert "step 3" in verdicts[3].warning
+
+
+def test_that_it_sees_nothing_is_said_once() -> None:
+    json_only, nothing = {"constrained/share": 1.0}, {"loss/policy": 0.0}
+    steps = [nothing, IN | {"constrained/share": 0.5}, json_only, IN, json_only]
+    verdicts = observe(Guard(guard_config("warn"), 4, patience=2), steps)
+    assert [bool(verdict.warning) for verdict in verdicts] == [False, False, True, False, False]
+    assert observe(Guard(guard_config("off"), 4, patience=2), [json_only]) == [GuardAction()]
+
+
+def test_off_sees_nothing() -> None:
+    assert observe(Guard(guard_config("off"), 4, patience=2), [LOW_ESS] * 9) == [GuardAction()] * 9
+
+
+def test_stop_raises_after_patience_naming_metric_value_limit_and_step() -> None:
+    guard = Guard(guard_config("stop"), 4, patience=2)
+    observe(guard, [LOW_ESS, IN, LOW_ESS])
+    with pytest.raises(PolicyDrifted, match=r"step 3\b.*correction/ess = 0\.1 < 0\.3 .*algorithm\.guard\.min_ess"):
+        guard.observe(3, LOW_ESS)
+
+
+def test_limits_are_in_band_and_not_a_number_is_not() -> None:
+    guard = Guard(guard_config("stop"), 4, patience=1)
+    observe(guard, [{"correction/ess": 0.3, "correction/k3": 0.3}, {"loss/policy": 1.0}])
+    with pytest.raises(PolicyDrifted, match="k3 = nan"):
+        guard.observe(2, {"correction/ess": 0.5, "correction/k3": math.nan})
+
+
+def test_adapt_halves_while_out_of_band_and_gives_back_step_by_step() -> None:
+    verdicts = observe(Guard(guard_config("adapt"), 4, patience=2), [*[LOW_ESS] * 7, *[IN] * 11])
+    wanted = {step: verdict.max_staleness for step, verdict in enumerate(verdicts) if verdict.max_staleness is not None}
+    assert wanted == {1: 2, 3: 1, 5: 0, 8: 1, 10: 2, 12: 3, 14: 4}
+    assert [step for step, verdict in enumerate(verdicts) if verdict.warning] == [1]
+
+
+def test_adapt_starts_counting_again_after_a_step_on_the_other_side() -> None:
+    verdicts = observe(Guard(guard_config("adapt"), 4, patience=2), [LOW_ESS, LOW_ESS, IN, LOW_ESS, IN, IN, HIGH_KL])
+    assert [verdict.max_staleness for verdict in verdicts] == [None, 2, None, None, None, 3, None]
+
+
+class Source:
+    """Remembers the bounds that the queue was asked for."""
+
+    def __init__(self) -> None:
+        self.bounds: list[int] = []
+
+    def tighten(self, max_staleness: int) -> None:
+        self.bounds.append(max_staleness)
+
+
+@pytest.mark.parametrize(("rank", "bounds"), [(0, [2, 1]), (1, [])])
+def test_only_rank_0_asks_the_queue_and_warns(rank: int, bounds: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    run = SimpleNamespace(rank=rank, guard=Guard(guard_config("adapt"), 4, patience=2), source=Source())
+    for step in range(4):
+        Run.watch(cast(Run, run), step, LOW_ESS)
+    assert run.source.bounds == bounds
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == (rank == 0) and all("correction/ess" in warning for warning in warnings)
+
+
+def test_adapt_leaves_the_slots_that_rare_publication_needs() -> None:
+    run = load_config(
+        "calculator",
+        ["queue.max_staleness=4", "weight_sync.every=3", "algorithm.guard.action=adapt"],
+    )
+    wanted = [verdict.max_staleness for verdict in observe(Guard.of(run), [LOW_ESS] * 5)]
+    assert wanted == [None, None, 2, None, None]

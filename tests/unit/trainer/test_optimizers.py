@@ -1,6 +1,7 @@
 """One kernel of AdamW does what its single operations do, and Muon what torch's own does."""
 
 import importlib.util
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import UserError
+from rl_async.trainer.backend import learning_rate_factor
+from rl_async.trainer.compute_type import TOKENS, TRIES, measure_rates
 from rl_async.trainer.fsdp2 import Fsdp2Backend, adamw_form, allocate_state, build_optimizer
 from rl_async.trainer.muon import MOMENTUM
 
@@ -121,3 +124,55 @@ def test_megatron_refuses_muon_s_moments(tmp_path: Path) -> None:
     save_file({"lm.layer.weight|momentum_buffer": torch.zeros(1)}, tmp_path / "shards" / "shard-00001.safetensors")
     with pytest.raises(UserError, match=r"trainer\.optimizer=muon"):
         restore(None, None, tmp_path)  # type: ignore[arg-type]
+
+
+# Learning rates by optimizer step.
+
+
+def test_linear_decay_ends_with_the_last_optimizer_step_of_all_epochs() -> None:
+    factor = learning_rate_factor(TrainerConfig(steps=5, minibatches=2, epochs=3, schedule="linear"))
+    assert [factor(0), factor(15), factor(30), factor(31)] == pytest.approx([1.0, 0.5, 0.0, 0.0])
+
+
+def test_cosine_decay_is_half_way_in_the_middle_and_warm_up_rises_from_its_first_step() -> None:
+    factor = learning_rate_factor(TrainerConfig(steps=5, minibatches=2, schedule="cosine", warmup_steps=4))
+    assert [factor(0), factor(3), factor(7), factor(10)] == pytest.approx([0.25, 1.0, 0.5, 0.0])
+
+
+# The measurement of a processor's rates, on a clock that the test sets.
+
+
+HIDDEN, INNER = 8, 24
+OPERATIONS = 3 * 2 * TOKENS * HIDDEN * INNER
+
+
+def clock_of(durations: list[float]) -> Callable[[], float]:
+    """A clock on which the products take these seconds, one after another; more of them than that fail."""
+
+    def times() -> Iterator[float]:
+        now = 0.0
+        for seconds in durations:
+            yield now
+            now += seconds
+            yield now
+
+    return times().__next__
+
+
+def test_types_alternate_and_count_with_their_fastest_try() -> None:
+    float32, bfloat16 = [9.0, 3.0, 2.0, 4.0, 5.0, 6.0], [8.0, 7.0, 6.0, 1.0, 5.0, 4.0]
+    durations = [seconds for pair in zip(float32, bfloat16, strict=True) for seconds in pair]
+    assert len(float32) == 1 + TRIES
+    rates = measure_rates(HIDDEN, INNER, clock_of(durations))
+    assert rates == pytest.approx({"float32": OPERATIONS / 2e9, "bfloat16": OPERATIONS / 1e9})
+
+
+def test_a_type_that_is_much_slower_is_tried_once() -> None:
+    rates = measure_rates(HIDDEN, INNER, clock_of([1.0, 4.1, *[0.5] * TRIES]))
+    assert rates == pytest.approx({"float32": OPERATIONS / 0.5e9, "bfloat16": OPERATIONS / 4.1e9})
+
+
+def test_a_slow_first_try_of_a_few_milliseconds_is_no_verdict() -> None:
+    durations = [0.001, 0.09, *[0.001, 0.0005] * TRIES]
+    rates = measure_rates(HIDDEN, INNER, clock_of(durations))
+    assert rates["bfloat16"] == pytest.approx(2 * rates["float32"])

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from rl_async.errors import UserError
 from rl_async.model_files import INDEX, ONE_FILE
+from rl_async.trainer.export import copy_text_files
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.model import build_headed
 from tests.support.families import saved
+from tests.support.tiny_models import byte_tokenizer
 
 NORM = "model.layers.1.input_layernorm.weight"
 EXPERT = "model.layers.2.mlp.experts.1.up_proj.weight"
@@ -109,3 +111,23 @@ def test_no_parameter_has_memory_before_it_is_filled(tmp_path: Path) -> None:
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     assert {buffer.device.type for buffer in model.buffers()} == {"cpu"}
     torch.nn.Linear(2, 2).weight.sum().item()  # and modules that are made later have some
+
+
+# What an exported model has beside its weights.
+
+
+TEMPLATE = "{% for message in messages %}{{ message.content + '<|im_end|>' }}{% endfor %}"
+
+
+def test_an_export_has_the_tokenizer_and_the_end_tokens_of_its_model(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    byte_tokenizer(TEMPLATE).save_pretrained(base)
+    copy_text_files(base, tmp_path / "without")
+    (base / "preprocessor_config.json").write_text('{"patch_size": 14}')
+    (base / "generation_config.json").write_text('{"eos_token_id": [1, 2], "temperature": 0.6}')
+    copy_text_files(base, tmp_path / "with")
+    for name in ("with", "without"):
+        assert (tmp_path / name / "tokenizer.json").is_file()
+    assert not (tmp_path / "without/generation_config.json").exists()
+    assert (tmp_path / "with/generation_config.json").read_bytes() == (base / "generation_config.json").read_bytes()
+    assert (tmp_path / "with/preprocessor_config.json").read_text() == '{"patch_size": 14}'

@@ -1,21 +1,50 @@
 """The server without its socket: its verbs, and how parked requests are found and answered."""
 
 import gc
+import hashlib
 import math
+import os
+import socket
+import subprocess
 import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
+import zmq
 
 from rl_async import codec
 from rl_async import messages as m
 from rl_async.configs.derived import ListedCode
-from rl_async.errors import ProtocolError
+from rl_async.errors import JournalError, ProtocolError
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.server import IDLE_S, Outgoing, Parking, QueueLimits
-from rl_async.transfer_queue.transitions import Admitted, LeaseLost, SamplesStored, ShardLost, Submitted
-from rl_async.transfer_queue.verbs import VERBS, Incoming
+from rl_async.transfer_queue.admission import QueueSettings
+from rl_async.transfer_queue.auth.keys import make_client_keys, make_keys, read_client_keys
+from rl_async.transfer_queue.auth.roles import ROLES, AllowList
+from rl_async.transfer_queue.delivery import Counted
+from rl_async.transfer_queue.journal.journal import MemoryJournal
+from rl_async.transfer_queue.server import (
+    IDLE_S,
+    MOST_REQUESTS,
+    OTHER_FILES,
+    PROBE_S,
+    PROBES,
+    Outgoing,
+    Parking,
+    QueueLimits,
+    QueueServer,
+    bind,
+    serve_requests,
+)
+from rl_async.transfer_queue.shard.__main__ import ShardServer
+from rl_async.transfer_queue.store import Feed, Store
+from rl_async.transfer_queue.transitions import Admitted, EnginesChanged, LeaseLost, SamplesStored, ShardLost, Submitted
+from rl_async.transfer_queue.verbs import ANSWER_S, SHARD_VERBS, VERBS, Incoming
 from tests.unit.transfer_queue.served import EVAL_TASK, HEADER, LEASE_S, Served
 
 
@@ -450,3 +479,454 @@ def test_each_of_two_requests_with_one_id_is_answered(parking: Parking) -> None:
 def test_a_lost_connection_waits_for_neither(parking: Parking) -> None:
     parking.forget(b"a")
     assert parking.due(2.0) == []
+
+
+# The loop around the server: what is flushed before what is sent, with a socket that writes down what happens.
+
+
+class Router:
+    """A ROUTER whose clients have sent all they have to say. Clients in ``gone`` cannot be answered."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.inbox: deque[list[bytes]] = deque()
+        self.gone: set[bytes] = set()
+        self._log, self._ids = log, wire.RequestIds()
+        self._first = True
+
+    def ask(self, client: str, request: m.Request) -> None:
+        self.inbox.append([client.encode(), *map(bytes, wire.encode(self._ids.take(), request))])
+
+    def poll(self, timeout_ms: int) -> int:
+        return len(self.inbox)
+
+    def recv_multipart(self, flags: int, copy: bool = True) -> list[bytes]:
+        if not self.inbox:
+            raise zmq.Again
+        return self.inbox.popleft()
+
+    def send(self, frame: bytes, flags: int = 0, copy: bool = True) -> None:
+        if self._first:
+            if frame in self.gone:
+                raise zmq.ZMQError(zmq.EHOSTUNREACH)
+            self._log.append(f"to {frame.decode()}")
+        self._first = not flags & zmq.SNDMORE
+
+
+class Loop:
+    """The loop with a journal that can be full; ``log`` says in which order things happened."""
+
+    def __init__(self, max_staleness: int = 0) -> None:
+        self.log: list[str] = []
+        self.router = Router(self.log)
+        self.full, self.flush_s, self.now = False, 0.0, 0.0
+        journal = MemoryJournal()
+        feed = Feed(journal.append, lambda transition: self.log.append(type(transition).__name__))
+        settings = QueueSettings(
+            steps=9, batch_groups=1, group_size=1, max_staleness=max_staleness, lease_s=LOOP_LEASE_S
+        )
+        self._server = QueueServer(Store(settings, Counted(), [], feed), journal, feed, lambda: self.now)
+        for client in ("t", "a", "b"):
+            self.router.ask(client, m.Hello(schema=m.SCHEMA, role="test", name=client))
+        self.run()
+
+    def flush(self) -> None:
+        self.log.append("flush")
+        self.now += self.flush_s
+        if self.full:
+            raise JournalError("no room")
+
+    def run(self) -> None:
+        """Until all is answered."""
+        turns = iter([False] * (1 + len(self.router.inbox)))
+        serve_requests(self.router, self._server, self.flush, lambda: next(turns, True), lambda: self.now)  # type: ignore[arg-type]
+
+
+LOOP_LEASE_S = 10.0
+PUBLISH = m.Publish(version=m.Version(0, 0), engines=[])
+
+
+def lease(worker: str, wait_s: float = 60.0) -> m.Lease:
+    return m.Lease(worker=worker, max_groups=1, wait_s=wait_s)
+
+
+def test_one_flush_serves_all_that_came_and_those_that_waited_for_it() -> None:
+    loop = Loop()
+    loop.router.ask("a", lease("a"))
+    loop.run()
+    loop.log.clear()
+    loop.router.ask("b", m.Status())
+    loop.router.ask("t", PUBLISH)
+    loop.run()
+    changes = [entry for entry in loop.log if entry[0].isupper()]
+    assert changes == ["Published", "EnginesChanged", "Admitted", "LeaseGiven"]
+    last = loop.log.index("LeaseGiven")
+    assert loop.log[last + 1 :] == ["flush", "to b", "to t", "to a"]
+
+
+def test_nothing_is_sent_when_the_journal_is_full() -> None:
+    loop = Loop()
+    loop.log.clear()
+    loop.router.ask("t", PUBLISH)
+    loop.full = True
+    with pytest.raises(JournalError, match="no room"):
+        loop.run()
+    assert not [entry for entry in loop.log if entry.startswith("to ")]
+
+
+def test_what_follows_from_a_lost_answer_is_flushed_before_it_is_sent() -> None:
+    loop = Loop()
+    loop.router.gone.add(b"a")
+    loop.router.ask("a", lease("a"))
+    loop.router.ask("b", lease("b"))
+    loop.router.ask("t", PUBLISH)
+    loop.run()
+    taken_back = loop.log.index("LeaseLost")
+    assert loop.log[taken_back:] == ["LeaseLost", "GrantVoided", "LeaseGiven", "flush", "to b"]
+
+
+def test_a_renewal_that_waits_is_heard_before_leases_end() -> None:
+    loop = Loop()
+    loop.router.ask("a", lease("a"))
+    loop.router.ask("t", PUBLISH)
+    loop.run()
+    for _ in range(15):
+        loop.now += LOOP_LEASE_S / 16
+        loop.run()
+    loop.now += LOOP_LEASE_S / 16
+    loop.router.ask("a", m.Renew(worker="a"))
+    loop.run()
+    assert "LeaseLost" not in loop.log
+    for _ in range(16):
+        loop.now += LOOP_LEASE_S / 16
+        loop.run()
+    assert "LeaseLost" in loop.log
+
+
+def test_a_slow_flush_before_a_lost_answer_ends_no_other_lease() -> None:
+    loop = Loop(max_staleness=1)
+    for client, request in (("t", PUBLISH), ("a", lease("a"))):
+        loop.router.ask(client, request)
+    loop.run()
+    loop.router.gone.add(b"b")
+    loop.router.ask("b", lease("b"))
+    loop.flush_s = 2 * LOOP_LEASE_S
+    loop.run()
+    loop.run()
+    assert loop.log.count("LeaseGiven") == 2 and loop.log.count("LeaseLost") == 1, "only b's, which did not hear of it"
+
+
+def test_a_slow_flush_serves_more_requests() -> None:
+    loop = Loop()
+    loop.flush_s = 10.0
+    for _ in range(2 * MOST_REQUESTS + 1):
+        loop.router.ask("b", m.Status())
+    loop.log.clear()
+    loop.run()
+    answers = "".join("." if entry == "to b" else "|" for entry in loop.log).strip("|").split("|")
+    assert [len(part) for part in answers if part] == [MOST_REQUESTS, MOST_REQUESTS + 1]
+
+
+def test_a_flush_does_not_wait_for_ever_more_requests() -> None:
+    loop = Loop()
+    loop.log.clear()
+    for _ in range(2 * MOST_REQUESTS + 1):
+        loop.router.ask("b", m.Status())
+    loop.run()
+    answers = "".join("." if entry == "to b" else "|" for entry in loop.log).strip("|").split("|")
+    assert [len(part) for part in answers if part] == [MOST_REQUESTS, MOST_REQUESTS, 1]
+
+
+def test_all_clients_may_connect_at_once_and_have_no_timers() -> None:
+    with zmq.Context() as context, bind(context, "tcp://127.0.0.1:*", limits=QueueLimits(clients=700)) as server:
+        assert server.get(zmq.BACKLOG) == 700
+        assert server.get(zmq.HEARTBEAT_IVL) == 0
+
+
+def accepted(port: int) -> list[socket.socket]:
+    """Copies of the connections that this process has accepted at ``port``."""
+    here = psutil.Process().net_connections("tcp4")
+    return [socket.socket(fileno=os.dup(one.fd)) for one in here if one.laddr.port == port and one.raddr]
+
+
+def test_the_kernel_probes_the_hosts_of_clients() -> None:
+    """libzmq hands each of these on to the connections that it accepts."""
+    with zmq.Context() as context, bind(context, "tcp://127.0.0.1:*", limits=QueueLimits()) as server:
+        address = server.get(zmq.LAST_ENDPOINT).decode()
+        with socket.create_connection(("127.0.0.1", port := int(address.rpartition(":")[2]))):
+            deadline = time.monotonic() + 30
+            while not (found := accepted(port)):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            with found[0] as connection:
+                assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+                names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+                values = [connection.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names]
+                assert values == [PROBE_S, PROBE_S, PROBES, 1000 * PROBE_S * (PROBES + 1)]
+
+
+LISTENS = """
+import logging, resource, sys, zmq
+from rl_async.transfer_queue.server import QueueLimits
+from rl_async.transfer_queue.server import bind
+logging.basicConfig()
+resource.setrlimit(resource.RLIMIT_NOFILE, (400, int(sys.argv[1])))
+with zmq.Context() as context, bind(context, "tcp://127.0.0.1:*", limits=QueueLimits(clients=300)):
+    print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+
+def listening(hard: int) -> tuple[int, str]:
+    """The open files allowed to a queue for 300 clients that was started with 400 and may have ``hard``; its log."""
+    done = subprocess.run([sys.executable, "-c", LISTENS, str(hard)], capture_output=True, text=True, check=True)
+    return int(done.stdout), done.stderr
+
+
+def test_a_file_for_each_connection_may_be_opened_if_the_hard_limit_lets_it() -> None:
+    assert listening(1000) == (300 + OTHER_FILES, "")
+    allowed, log = listening(500)
+    assert allowed == 500 and "300 connections" in log
+
+
+# Verbs: what followers of the registry of engines are told, what a Put stores, and what a key's role allows.
+
+
+WAIT_S = 30.0
+
+
+def verbs_engines(served: Served, count: int) -> None:
+    for number in range(count):
+        served.ask("t", m.RegisterEngine(engine_id=f"e{number}", url="http://h:1", kind="vllm"))
+
+
+@pytest.fixture
+def verbs_served() -> Served:
+    served = Served()
+    served.hello("t", *(f"w{n}" for n in range(20)))
+    verbs_engines(served, 10)
+    served.now += 1.0
+    served.server.tick()
+    return served
+
+
+def follow(served: Served, name: str, after: int) -> list[int]:
+    """The revisions that a reader is told at once."""
+    answers = served.ask(name, m.ListEngines(after=after, wait_s=WAIT_S))
+    return [answer.response.reply.revision for answer in answers]
+
+
+def test_changes_that_come_together_are_told_together(verbs_served: Served) -> None:
+    for n in range(20):
+        assert follow(verbs_served, f"w{n}", 10) == []
+    first = verbs_served.ask("t", m.Confirm(engine_id="e0", version=m.Version()))
+    assert len(first) == 21
+    for n in range(20):
+        assert follow(verbs_served, f"w{n}", 11) == []
+    for number in range(1, 10):
+        assert len(verbs_served.ask("t", m.Confirm(engine_id=f"e{number}", version=m.Version()))) == 1
+    verbs_served.now += 21 * ANSWER_S
+    told = [answer.response.reply.revision for answer in verbs_served.server.tick()]
+    assert told == [20] * 20
+
+
+def test_a_reader_that_knows_nothing_and_one_that_will_not_wait_are_told_at_once(verbs_served: Served) -> None:
+    assert follow(verbs_served, "w0", 9) == [10]
+    verbs_served.ask("t", m.Confirm(engine_id="e0", version=m.Version()))
+    assert follow(verbs_served, "w1", 10) == [], "w0 was told just now"
+    assert follow(verbs_served, "w2", -1) == [11]
+    (now,) = verbs_served.ask("w3", m.ListEngines(after=10, wait_s=0.0))
+    assert now.response.reply.revision == 11
+
+
+def test_a_reader_that_asks_in_between_takes_no_announcement_from_those_that_wait(verbs_served: Served) -> None:
+    assert follow(verbs_served, "w0", 9) == [10]
+    assert follow(verbs_served, "w1", 10) == []
+    verbs_served.ask("t", m.Confirm(engine_id="e0", version=m.Version()))
+    verbs_served.now += 2 * ANSWER_S
+    assert follow(verbs_served, "w2", 10) == [11]
+    verbs_served.now += 2 * ANSWER_S
+    (answer,) = verbs_served.server.tick()
+    assert (answer.identity, answer.response.reply.revision) == (b"w1", 11)
+
+
+def test_a_reader_is_answered_at_its_deadline(verbs_served: Served) -> None:
+    assert follow(verbs_served, "w0", 10) == []
+    verbs_served.now += WAIT_S
+    (answer,) = verbs_served.server.tick()
+    assert (answer.identity, answer.response.reply.revision) == (b"w0", 10)
+    assert verbs_served.server.tick() == []
+
+
+def test_a_lost_connection_and_a_repeated_request_leave_nothing_parked(verbs_served: Served) -> None:
+    answer = verbs_served.ask("w0", m.Status())[0]
+    follow(verbs_served, "w0", 10)
+    follow(verbs_served, "w1", 10)
+    verbs_served.server.undelivered(answer)
+    verbs_served.now += 1.0
+    answers = verbs_served.ask("t", m.Confirm(engine_id="e0", version=m.Version()))
+    assert [answer.identity for answer in answers] == [b"t", b"w1"]
+
+
+def test_the_journal_gets_one_engine_of_each_that_confirms(verbs_served: Served) -> None:
+    before = len(verbs_served.seen)
+    for number in range(10):
+        verbs_served.ask("t", m.Confirm(engine_id=f"e{number}", version=m.Version()))
+    changes = verbs_served.seen[before:]
+    assert len(changes) == 10
+    assert not any(isinstance(change, EnginesChanged) for change in changes)
+
+
+MEDIUM = b"m" * 1000
+KEY = hashlib.sha256(MEDIUM).hexdigest()
+
+
+def test_a_medium_counts_although_the_first_sample_that_has_it_is_fenced() -> None:
+    served = Served(group_size=2, batch_groups=1, max_attempts=3)
+    served.hello("t", "a")
+    served.publish()
+    served.lease("a")
+    fenced = msgspec.structs.replace(HEADER, sample=0, attempt=7, media=[KEY])
+    good = msgspec.structs.replace(HEADER, sample=1, media=[KEY])
+    put = m.Put(worker="a", samples=[[fenced], [good]], lengths=[3, 3], media=[(0, KEY)])
+    (answer,) = served.ask("a", put, b"rowrow", MEDIUM)
+    assert isinstance(answer.response.reply, m.Taken)
+    assert [refused is None for refused in answer.response.reply.refused] == [False, True]
+    (stored,) = [event for event in served.seen if isinstance(event, SamplesStored)]
+    assert [header.nbytes for headers in stored.samples for header in headers] == [3 + len(MEDIUM)]
+
+
+ENGINE = m.RegisterEngine(engine_id="mine", url="http://192.0.2.1:9", kind="embedded")
+LEASE = m.Lease(worker="w", max_groups=1, wait_s=0.0)
+Ask = Callable[..., Any]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_keys(tmp_path / "keys")
+    return tmp_path / "keys"
+
+
+@pytest.fixture
+def queue(folder: Path) -> QueueServer:
+    journal = MemoryJournal()
+    feed = Feed(journal.append)
+    store = Store(QueueSettings(steps=10, batch_groups=1, group_size=1), Counted(), [], feed)
+    return QueueServer(store, journal, feed, allowed=AllowList(folder / "clients"))
+
+
+@pytest.fixture
+def ask(queue: QueueServer, folder: Path) -> Ask:
+    return asking(queue, folder)
+
+
+def asking(server: QueueServer | ShardServer, folder: Path) -> Ask:
+    """Send as a client on a socket file, which shows the key of its role in its hello; the reply."""
+    ids, greeted = wire.RequestIds(), set[str]()
+
+    def ask(role: str, request: m.Request[Any], payload: Sequence[bytes] = ()) -> Any:
+        if role not in greeted:
+            key = read_client_keys(folder, role).secret.decode()
+            hello = m.Hello(schema=m.SCHEMA, role="test", name=role, key=key)
+            (welcome,) = server.handle([role.encode(), *wire.encode(ids.take(), hello)])
+            assert isinstance(welcome.response.reply, m.Welcome)
+            greeted.add(role)
+        answers = server.handle([role.encode(), *wire.encode(ids.take(), request, payload)])
+        return answers[0].response.reply
+
+    return ask
+
+
+def code(reply: Any) -> str:
+    return reply.code if isinstance(reply, m.Refused) else ""
+
+
+@pytest.mark.parametrize(
+    ("role", "request_"),
+    [
+        ("worker", m.Commit(step=0)),
+        ("worker", ENGINE),
+        ("worker", m.Resume(step=0, lineage=1, snapshot=b"")),
+        ("worker", m.Finish()),
+        ("worker", m.RemoveEngine(engine_id="engine-0", reason="")),
+        ("worker", m.RegisterShard(shard_id="s", name="s", url="tcp://192.0.2.1:9")),
+        ("reader", LEASE),
+        ("reader", m.Drain(on=True)),
+        ("trainer", ENGINE),
+        ("operator", PUBLISH),
+        ("shard", LEASE),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_a_verb_of_another_role_is_refused_counted_and_changes_nothing(
+    ask: Ask, role: str, request_: m.Request[Any]
+) -> None:
+    before = ask("reader", m.Inspect())
+    assert code(ask(role, request_)) == wire.FORBIDDEN
+    after = ask("reader", m.Inspect())
+    assert after.status.counters["forbidden"] == 1
+    assert after.status.published == before.status.published and not (after.draining or after.shards)
+    assert ask("reader", m.ListEngines(after=-1, wait_s=0.0)).engines == []
+    assert not after.status.finished and after.status.leased == 0
+
+
+def test_each_role_does_its_own_work(ask: Ask) -> None:
+    assert code(ask("operator", ENGINE)) == ""
+    assert code(ask("trainer", PUBLISH)) == ""
+    assert len(ask("worker", LEASE).groups) == 1
+    assert [engine.engine_id for engine in ask("reader", m.ListEngines(after=-1, wait_s=0.0)).engines] == ["mine"]
+
+
+def test_every_verb_has_a_role_and_a_trainer_s_are_its_own() -> None:
+    by_kind = {verb.request: verb.roles for verb in VERBS} | SHARD_VERBS
+    assert all(roles and roles <= set(ROLES) for roles in by_kind.values())
+    for kind in (m.Reserve, m.Commit, m.Publish, m.Retire, m.Tighten, m.Resume, m.Finish, m.Confirm, m.Withdraw):
+        assert by_kind[kind] == {"trainer"}
+    assert by_kind[m.RegisterEngine] == {"operator"}
+
+
+@pytest.mark.parametrize("shown", ["", "x" * 40, "no key", "é"])
+def test_a_hello_without_a_key_that_is_allowed_is_refused_and_counted(queue: QueueServer, ask: Ask, shown: str) -> None:
+    ids = wire.RequestIds()
+    hello = m.Hello(schema=m.SCHEMA, role="test", name="stranger", key=shown)
+    for request, expected in ((hello, wire.DENIED), (m.Status(), wire.HELLO)):
+        (answer,) = queue.handle([b"stranger", *wire.encode(ids.take(), request)])
+        assert code(answer.response.reply) == expected
+    assert ask("reader", m.Status()).counters["denied"] == 1
+
+
+def test_a_key_that_is_added_counts_from_the_next_hello(ask: Ask, folder: Path) -> None:
+    assert code(ask("worker", m.Status())) == ""
+    make_client_keys(folder, "guest", "reader")
+    assert (code(ask("guest", m.Inspect())), code(ask("guest", LEASE))) == ("", wire.FORBIDDEN)
+
+
+def test_a_key_that_is_revoked_is_refused_on_its_open_connection(queue: QueueServer, ask: Ask, folder: Path) -> None:
+    assert code(ask("worker", m.Status())) == ""
+    (folder / "clients" / "worker.pub").unlink()
+    queue.tick()
+    assert code(ask("worker", m.Status())) == wire.DENIED
+
+
+def test_a_connection_that_takes_another_s_name_does_not_get_its_role(queue: QueueServer, folder: Path) -> None:
+    """Over TCP a client may choose the identity of its connection, also that of one that is gone."""
+    trainer, worker = (read_client_keys(folder, role).public for role in ("trainer", "worker"))
+    ids = wire.RequestIds()
+
+    def reply(user: bytes, request: m.Request[Any]) -> Any:
+        return queue.handle([b"chosen", *wire.encode(ids.take(), request)], user)[0].response.reply
+
+    assert isinstance(reply(trainer, m.Hello(schema=m.SCHEMA, role="test", name="t")), m.Welcome)
+    assert code(reply(worker, PUBLISH)) == wire.HELLO
+    assert isinstance(reply(worker, m.Hello(schema=m.SCHEMA, role="test", name="w")), m.Welcome)
+    assert code(reply(worker, PUBLISH)) == wire.FORBIDDEN
+
+
+def test_a_shard_stores_for_workers_and_loads_for_trainers(folder: Path) -> None:
+    ask = asking(ShardServer("shard", allowed=AllowList(folder / "clients")), folder)
+    store, load = m.StoreRows(samples=[(0, 0, 0)], lengths=[[3]]), m.LoadRows(rows=[(0, 0, 0, 0)])
+    assert code(ask("trainer", store, [b"row"])) == code(ask("worker", load)) == wire.FORBIDDEN
+    assert code(ask("worker", store, [b"row"])) == ""
+    assert code(ask("trainer", load)) == ""
+
+
+def test_a_hello_shows_no_secret() -> None:
+    assert "secret" not in repr(m.Hello(schema=m.SCHEMA, role="test", name="t", key="secret"))

@@ -12,7 +12,8 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.backend import Outputs
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from tests.support.whole_weights import whole_weights
-from tests.unit.trainer.test_images import ROWS, batch, row
+from tests.unit.trainer.test_families import ROWS, row
+from tests.unit.trainer.test_families import image_batch as batch
 
 RATE, STEPS = 1e-3, 2
 

@@ -1,16 +1,26 @@
 """What `rl-async sft` settles before ranks start: how data is split, which keys go together; and its table."""
 
+import base64
+import io
 import json
+import random
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from PIL import Image
 from rich.console import Console
+from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from rl_async.agent_loop.training_data import ChatEncoder, ChatTokens
+from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
+from rl_async.agent_loop.toy_tasks import make_pairs
+from rl_async.agent_loop.training_data import ChatEncoder, ChatTokens, Pair, read_pairs, to_chat, to_pair
 from rl_async.configs.derived import parts
 from rl_async.configs.load import load_config
+from rl_async.configs.schema.data import WarmStartConfig
 from rl_async.errors import ConfigError, DataError, UserError
 from rl_async.launcher.cli.__main__ import main
 from rl_async.launcher.plan.planning import finetune_ranks
@@ -24,8 +34,18 @@ from rl_async.launcher.runs.finetune import (
     longest,
     split,
 )
+from rl_async.launcher.runs.reward_model import RECORD_FILE, RewardModelJob, make_reward_model
+from rl_async.launcher.runs.reward_model import split as reward_model_split
+from rl_async.launcher.runs.tiny_model import save, tiny_model, write_text_files
+from rl_async.messages import Media
+from rl_async.pictures import PictureProcessor
+from rl_async.reward_loop.scorers.reward_model import ConversationEncoder, load_tokenizer
+from rl_async.reward_loop.server.classifier import load_classifier, score
 from rl_async.trainer.finetune.chat_rows import ROWS, ChatRows
-from tests.support.tiny_models import byte_tokenizer
+from rl_async.trainer.finetune.warm_start import WarmStartResult, warm_start
+from rl_async.trainer.images import ImageRow, Images, embedded, lay_images
+from tests.e2e.command import call
+from tests.support.tiny_models import byte_tokenizer, pickled
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -242,3 +262,249 @@ def test_what_is_missing_is_named(
     assert main(["sft", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
+
+
+# ``rl-async reward-model``: from pairs to a folder that the server takes.
+
+
+LONGEST = 120
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    make_pairs("calculator-pairs", folder, pairs=64)
+    return folder / "pairs.parquet"
+
+
+@pytest.fixture(scope="module")
+def causal(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random causal LM."""
+    folder = tmp_path_factory.mktemp("causal")
+    tokenizer = train_tokenizer([pair.chosen for pair in read_pairs(str(data))], 150)
+    torch.manual_seed(0)
+    shape = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=LONGEST,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(shape).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def request(data: Path, model: Path, out: Path, **more: Any) -> RewardModelJob:
+    usual: dict[str, Any] = {
+        "epochs": 3,
+        "batch_size": 8,
+        "learning_rate": 3e-3,
+        "margin": 0.0,
+        "held_out": 0.25,
+        "seed": 0,
+        "device": "cpu",
+        "threads": 1,
+    }
+    return RewardModelJob(pairs=str(data), model=str(model), out=out, **(usual | more))
+
+
+def test_a_causal_lm_becomes_a_reward_model_that_the_server_takes(data: Path, causal: Path, tmp_path: Path) -> None:
+    lines: list[str] = []
+    reached = make_reward_model(request(data, causal, tmp_path / "rm"), lines.append)
+    assert lines[0] == "48 pairs to train on, 16 held out"
+    assert lines[-2].startswith("accuracy on 16 held-out pairs: ")
+    model, tokenizer = (
+        load_classifier(str(tmp_path / "rm"), "float32", "cpu"),
+        load_tokenizer(str(tmp_path / "rm"), "t"),
+    )
+    assert model.config.pad_token_id == tokenizer.pad_token_id
+    _, held_out = reward_model_split(read_pairs(str(data)), 0.25, 0)
+    right = 0
+    encoder = ConversationEncoder(tokenizer)
+    for pair in held_out:  # one conversation at a time, from the saved folder
+        better, worse = (score(model, [encoder.ids(m)])[0] for m in (pair.chosen, pair.rejected))
+        right += better > worse
+    assert right / 16 == reached == json.loads((tmp_path / "rm" / RECORD_FILE).read_text())["accuracy"]
+    assert list(tmp_path.iterdir()) == [tmp_path / "rm"], "nothing else is left behind"
+    again = make_reward_model(request(data, tmp_path / "rm", tmp_path / "more", epochs=1), lines.append)
+    assert f"{reached:.4f} before, {again:.4f} after" in lines[-2], "training goes on from a reward model"
+
+
+def pair(prompt: str, answer: str) -> Pair:
+    return to_pair({"prompt": prompt, "chosen": answer, "rejected": "no"}, "test")
+
+
+def test_a_prompt_is_on_one_side_only() -> None:
+    pairs = [pair(f"prompt {i % 10}", f"answer {i}") for i in range(40)]
+    train, held_out = reward_model_split(pairs, 0.3, 0)
+    assert len(train) == 28 and len(held_out) == 12
+    assert not {p.prompt for p in train} & {p.prompt for p in held_out}
+    assert reward_model_split(pairs, 0.3, 0) == (train, held_out) != reward_model_split(pairs, 0.3, 1)
+    assert len(reward_model_split(pairs, 0.001, 0)[1]) == 4, "at least one prompt is held out"
+    with pytest.raises(DataError, match="--held-out"):
+        reward_model_split(pairs[:1], 0.5, 0)
+
+
+def test_a_conversation_too_long_is_named(causal: Path, tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": f"{i}?", "chosen": "1", "rejected": "2" if i < 3 else "2" * LONGEST} for i in range(4)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(DataError, match=rf"pairs.jsonl, row 3, column rejected: .*{LONGEST}"):
+        make_reward_model(request(file, causal, tmp_path / "rm"), str)
+    assert not (tmp_path / "rm").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"held_out": 0.0}, "--held-out: needs a share between 0 and 1"),
+        ({"batch_size": 0}, "--batch-size: must be above 0"),
+        ({"learning_rate": -1.0}, "--learning-rate: must be above 0"),
+        ({"model": "nowhere"}, "--model: there is no folder nowhere"),
+    ],
+)
+def test_mistakes_in_the_arguments(more: dict[str, Any], said: str, data: Path, causal: Path, tmp_path: Path) -> None:
+    wanted = request(data, causal, tmp_path / "rm")
+    with pytest.raises(UserError, match=said):
+        make_reward_model(RewardModelJob(**{**vars(wanted), **more}), str)
+
+
+def test_an_existing_folder_is_not_written_over(data: Path, causal: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--out: .* exists"):
+        make_reward_model(request(data, causal, tmp_path), str)
+
+
+def test_weights_that_are_pickles_are_not_read(data: Path, causal: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--model"):
+        make_reward_model(request(data, pickled(causal, tmp_path / "causal"), tmp_path / "rm"), str)
+    make_reward_model(request(data, causal, tmp_path / "rm"), str)
+    with pytest.raises(UserError, match="reward model: cannot load"):
+        load_classifier(str(pickled(tmp_path / "rm", tmp_path / "copy")), "float32", "cpu")
+
+
+# The tiny vision-language model of a warm start: it learns from images, and the trainer reads its folder.
+
+
+COLOURS = ("red", "green", "blue")
+DEMOS = [[{"role": "user", "content": "colour"}, {"role": "assistant", "content": c}] for c in COLOURS]
+SETTINGS = WarmStartConfig(
+    demos_path="none", vision=True, batch_size=12, min_steps=10, check_every=10, max_steps=200, gate=1.0
+)
+
+
+def coloured(colour: str, draw: random.Random) -> bytes:
+    """A square of about this colour."""
+    centre = {"red": (220, 30, 30), "green": (30, 220, 30), "blue": (30, 30, 220)}[colour]
+    file = io.BytesIO()
+    Image.new("RGB", (32, 32), tuple(c + draw.randint(-30, 30) for c in centre)).save(file, "PNG")
+    return file.getvalue()
+
+
+def encoder(folder: Path, model: Any, tokenizer: PreTrainedTokenizerFast) -> PictureProcessor:
+    """Build the image processor that the warm start writes beside the model."""
+    write_text_files(folder, model, tokenizer)
+    found = PictureProcessor.load(str(folder))
+    assert found is not None
+    return found
+
+
+def question(number: int, draw: random.Random, tokenizer: PreTrainedTokenizerFast, processor: PictureProcessor) -> Any:
+    """A row, and its image's bytes by SHA-256."""
+    colour = draw.choice(COLOURS)
+    data = coloured(colour, draw)
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "colour"}]}]
+    printed = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids, (place,) = processor.expand(tokenizer.encode(printed, add_special_tokens=False), [data])
+    answer = tokenizer.encode(f"{colour}<|im_end|>", add_special_tokens=False)
+    tokens = np.array(ids + answer)
+    medium = Media.of(data, "image/png", place)
+    return ImageRow(number, tokens, np.arange(len(tokens)) >= len(ids), [medium]), {medium.sha256: data}
+
+
+def test_a_tiny_vision_model_learns_from_images_and_is_saved_whole(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tokenizer = train_tokenizer(DEMOS, 100, vision=True)
+    model = tiny_model(SETTINGS, tokenizer)
+    processor, draw = encoder(tmp_path / "text", model, tokenizer), random.Random(0)
+    made = [question(number, draw, tokenizer, processor) for number in range(96)]
+    rows, media = [row for row, _ in made], {sha: data for _, one in made for sha, data in one.items()}
+
+    def shown(numbers: Any) -> Images:
+        found = lay_images([rows[number] for number in numbers], media, processor, "cpu")
+        assert found is not None
+        return found
+
+    def right(*, swapped: bool = False) -> float:
+        """The share of held-out answers whose first token is the likeliest, perhaps after other images."""
+        held = range(64, 96)
+        tokens = torch.tensor(np.stack([rows[n].token_ids[: int(rows[n].loss_mask.argmax()) + 1] for n in held]))
+        images = shown([n - 32 for n in held] if swapped else held)
+        width = tokens.shape[1] - 1
+        assert images.positions is not None
+        cut = Images(images.inputs, images.features[:, :width], images.positions[:, :, :width])
+        with torch.no_grad():
+            likeliest = model(**embedded(model, tokens[:, :-1], cut), use_cache=False).logits[:, -1].argmax(-1)
+        return (likeliest == tokens[:, -1]).double().mean().item()
+
+    learned = [(row.token_ids.tolist(), row.loss_mask.tolist()) for row in rows[:64]]
+    result = warm_start(model, learned, right, SETTINGS, lambda _: None, images_of=shown)
+    assert result.gate_reward == 1.0
+    # It answers by the image, not by the text.
+    assert right(swapped=True) < 0.7
+
+    save(tmp_path / "model", model, tokenizer, SETTINGS, WarmStartResult(1, 1.0, 0.0))
+    loaded, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not any(info.values()), info
+    assert sum(p.numel() for p in loaded.parameters()) < 1_000_000
+    again = PictureProcessor.load(str(tmp_path / "model"))
+    assert again is not None
+    one, two = (each.encode(coloured("red", random.Random(1))) for each in (processor, again))
+    assert one.tokens == two.tokens and np.array_equal(one.inputs["pixel_values"], two.inputs["pixel_values"])
+
+
+def asked(colour: str, draw: random.Random) -> dict[str, Any]:
+    """A conversation in OpenAI's form about an image, and its answer."""
+    url = f"data:image/png;base64,{base64.b64encode(coloured(colour, draw)).decode()}"
+    image = {"type": "image_url", "image_url": {"url": url}}
+    said = [{"role": "user", "content": [image, {"type": "text", "text": "colour"}]}]
+    return {"messages": [*said, {"role": "assistant", "content": colour}]}
+
+
+def test_conversations_with_images_are_encoded_as_episodes_see_them(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(DEMOS, 100, vision=True)
+    processor = encoder(tmp_path, tiny_model(SETTINGS, tokenizer), tokenizer)
+    chat = to_chat(asked("red", random.Random(0)), "chats.jsonl, line 1")
+    tokens = ChatEncoder(tokenizer, pictures=processor).encode(chat)
+    (image,) = tokens.images
+    shown = processor.encode(image.data).tokens
+    assert tokens.ids[image.position : image.position + len(shown)].tolist() == shown
+    assert tokenizer.decode(tokens.ids[tokens.learned]) == "red<|im_end|>"
+    before = tokenizer.decode(tokens.ids[: image.position])
+    assert before == "<|im_start|>user\n<|vision_start|>"
+    with pytest.raises(DataError, match=r"line 1.*reads text only"):
+        ChatEncoder(tokenizer).encode(chat)
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|image_pad|>", "")
+    with pytest.raises(DataError, match=r"line 1.*0 marks of images and 1 images"):
+        ChatEncoder(tokenizer, pictures=processor).encode(chat)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_fine_tuning_learns_what_images_show(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tokenizer, draw = train_tokenizer(DEMOS, 100, vision=True), random.Random(0)
+    save(tmp_path / "base", tiny_model(SETTINGS, tokenizer), tokenizer, SETTINGS, WarmStartResult(1, 1.0, 0.0))
+    rows = (json.dumps(asked(draw.choice(COLOURS), draw)) + "\n" for _ in range(120))
+    (tmp_path / "chats.jsonl").write_text("".join(rows))
+    settings = ["--epochs", "12", "--batch-size", "12", "--learning-rate", "3e-3", "model.dtype=float32"]
+    done = call(tmp_path, "sft", "--model", "base", "--data", "chats.jsonl", "--out", "out", *settings)
+    assert done.returncode == 0, done.stderr
+    evaluations = [json.loads(line) for line in (tmp_path / "out.run/evaluations.jsonl").read_text().splitlines()]
+    # Without the image each answer would be a guess among three, and its end is certain: log(3) / 2 for each token.
+    assert evaluations[-1]["eval/loss"] < 0.1 < np.log(3) / 2
+    assert PictureProcessor.load(str(tmp_path / "out")) is not None

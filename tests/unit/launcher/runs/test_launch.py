@@ -1,19 +1,25 @@
 """A launch: what precedes the run, what a user who stops it reads, and the token of a Ray cluster."""
 
+import asyncio
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from rl_async.configs.load import load_config
 from rl_async.errors import ConfigError, QueueLost, UserError
+from rl_async.launcher.cli.engine_membership import add_engine
+from rl_async.launcher.run_folder import create, hold
 from rl_async.launcher.runs.launch import (
     check_chat,
     describe_stop,
@@ -23,7 +29,10 @@ from rl_async.launcher.runs.launch import (
     stop_text,
     unsaved,
 )
-from rl_async.process.run_files import Beat, Phase, beat
+from rl_async.launcher.runs.profile import profile_steps
+from rl_async.process.http_auth import make_tokens, run_token
+from rl_async.process.run_files import Beat, Phase, beat, read_request, trace_file
+from rl_async.rollout_server.vllm.client import ROUTED_BY
 
 VLLM = ["rollout.engine=vllm"]  # whose start takes minutes
 
@@ -181,3 +190,65 @@ def test_a_cluster_that_wants_no_token_gets_none(tmp_path: Path) -> None:
     environment = {"RAY_AUTH_TOKEN": "x"}
     assert not present_token(environment, tmp_path, lambda: False)
     assert environment["RAY_AUTH_MODE"] == "disabled"
+
+
+# `rl-async profile` waits for what the ranks write after it asked.
+
+
+def test_the_trace_of_a_step_that_was_profiled_before_counts(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    create(load_config("calculator"), run)
+    file, other = trace_file(run, 3, 0), trace_file(run, 2, 0)
+    file.parent.mkdir()
+    for former in (file, other):
+        former.write_bytes(b"of a former process")
+
+    def rank() -> None:
+        while read_request(run) is None:
+            time.sleep(0.01)
+        unfinished = file.with_name("unfinished")
+        unfinished.write_bytes(b"again")
+        unfinished.replace(file)
+
+    answering = threading.Thread(target=rank, daemon=True)
+    with hold(run):
+        answering.start()
+        assert profile_steps(run, 1, timeout_s=10.0) == [file]
+    answering.join()
+
+
+# What `rl-async engine add` says of a server that no run can use.
+
+
+async def refusal(run: Path, token: str, metrics: dict[str, float]) -> str:
+    """The error on a server that takes ``token``, or no token if it is empty, and has these metrics."""
+
+    async def handle(request: web.Request) -> web.Response:
+        if token and request.path != "/health" and request.headers.get("Authorization") != f"Bearer {token}":
+            return web.Response(status=401, text="the token is missing or wrong")
+        return web.Response(text="".join(f"{name} {value}\n" for name, value in metrics.items()))
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handle)
+    async with TestServer(app) as server:
+        with pytest.raises(UserError) as caught:
+            await asyncio.to_thread(add_engine, run, str(server.make_url("")).rstrip("/"), "vllm", 1.0)
+    return str(caught.value)
+
+
+async def test_a_missing_metric_is_named_and_the_token_is_not_blamed(tmp_path: Path) -> None:
+    make_tokens(tmp_path / "keys")
+    told = await refusal(tmp_path, run_token(tmp_path, "engines"), dict.fromkeys(ROUTED_BY[1:], 0.0))
+    assert ROUTED_BY[0] in told and ROUTED_BY[1] not in told and "token" not in told
+
+
+async def test_a_wrong_token_is_blamed(tmp_path: Path) -> None:
+    make_tokens(tmp_path / "keys")
+    told = await refusal(tmp_path, "of another run", dict.fromkeys(ROUTED_BY, 0.0))
+    assert "RL_ASYNC_TOKEN_FILE" in told and "kind" not in told
+
+
+async def test_an_engine_that_takes_requests_without_a_token_is_not_registered(tmp_path: Path) -> None:
+    make_tokens(tmp_path / "keys")
+    told = await refusal(tmp_path, "", dict.fromkeys(ROUTED_BY, 0.0))
+    assert "RL_ASYNC_TOKEN_FILE" in told

@@ -24,7 +24,7 @@ from rl_async.trainer.images import lay_images
 from rl_async.trainer.packing import collate
 from tests.support.rounding import PlainPass
 from tests.support.vision_models import drawing, save_vision_model
-from tests.unit.trainer.test_images import built
+from tests.unit.trainer.test_families import built
 
 
 @dataclass

@@ -3,7 +3,7 @@
 import asyncio
 import base64
 import io
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,11 +12,19 @@ import numpy as np
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from starlette.testclient import TestClient
 
+from rl_async import tracing
 from rl_async.configs.engines import STREAM_INTERVAL
 from rl_async.errors import EngineLost, EngineRejected, SchemaRejected, TrainerReplaced
 from rl_async.messages import Sampling, Version, VersionRun
 from rl_async.rollout_server.api import EngineLoad, EngineTokens, GenerateRequest, GenerateResult, Image, join
+from rl_async.rollout_server.vllm import __main__ as started
+from rl_async.rollout_server.vllm import old_servers
 from rl_async.rollout_server.vllm.client import (
     PREEMPTIONS,
     ROUTED_BY,
@@ -25,6 +33,8 @@ from rl_async.rollout_server.vllm.client import (
     PendingRequest,
     VllmEngine,
 )
+from rl_async.rollout_server.vllm.old_servers import Samples, Tokens, WeightVersions
+from rl_async.rollout_server.vllm.plugin import QueuesReadToTheEnd
 
 COALESCED = GenerateRequest(request_id="", token_ids=[1, 2], sampling=Sampling(), max_tokens=4, stop_token_ids=[9])
 
@@ -505,3 +515,172 @@ async def test_a_connection_closed_by_the_server_costs_no_request() -> None:
     finally:
         await engine.close()
         server.close()
+
+
+# What the server of a vLLM before 0.32 gets from us, as far as it runs without vLLM.
+
+
+class Workers:
+    """vLLM's client of its engine, with a worker on each of two copies."""
+
+    async def collective_rpc(self, method: str) -> list[dict[str, str]]:
+        assert method == "weight_checksums"
+        return [{"worker0:w": "a"}, {"worker1:w": "b"}]
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
+    """A server whose route refuses the version 0.9, as vLLM does an update that was not started."""
+    monkeypatch.setattr(old_servers, "HELD", [(0.0, "default")])
+
+    async def finish(request: Request) -> JSONResponse:
+        wanted = (await request.json())["weight_version"]
+        return JSONResponse({}, 500 if wanted == "0.9" else 200)
+
+    app = Starlette(routes=[Route("/finish_weight_update", finish, methods=["POST"])])
+    app.add_middleware(WeightVersions)
+    app.state.engine_client = Workers()
+    with TestClient(app) as started:
+        yield started
+
+
+def test_a_version_counts_once_its_update_has_finished(client: TestClient) -> None:
+    def version() -> str:
+        return str(client.get("/weight_info").json()["weight_version"])
+
+    assert version() == "default"
+    for body, status, held in (
+        ({"weight_version": "0.1"}, 200, "0.1"),
+        ({"weight_version": "0.9"}, 500, "0.1"),
+        ({"version": "0.2"}, 400, "0.1"),
+        ({"weight_version": "0.2"}, 200, "0.2"),
+    ):
+        assert client.post("/finish_weight_update", json=body).status_code == status
+        assert version() == held
+    times = [time for time, _ in old_servers.HELD]
+    assert len(times) == 3 and times == sorted(times)
+
+
+def test_checksums_are_those_of_all_workers(client: TestClient) -> None:
+    found = client.post("/weight_checker", json={"action": "checksum"}).json()
+    assert found == {"checksums": {"worker0:w": "a", "worker1:w": "b"}}
+
+
+def test_a_part_that_waits_takes_the_tokens_versions_and_end_of_the_next() -> None:
+    first, second = {"version": "0.0", "start": 0, "end": 2}, {"version": "0.1", "start": 2, "end": 3}
+    part = Tokens([5, 6], [first], last=False)
+    part.extend(Tokens([7], [first, second], last=False))
+    assert part == [5, 6, 7] and part.versions == [first, second]
+    empty = Tokens([], [first], last=False)
+    assert not empty, "vLLM would send a part without tokens"
+    empty.extend(Tokens([], [first], last=True))
+    assert empty and list(empty) == [], "the finish reason would be lost"
+
+
+def test_the_outputs_of_a_part_count_as_all_samples() -> None:
+    outputs = Samples(["third"], 4)
+    assert len(outputs) == 4 and list(outputs) == ["third"]
+
+
+# What our plugin makes of the queues from which vLLM reads the answers of an engine's workers.
+
+
+class Queue:
+    """Answers that have come; ``waits`` are the times for which somebody has waited for one that does not come."""
+
+    def __init__(self, *answers: str) -> None:
+        self.answers, self.waits = list(answers), list[float | None]()
+
+    def dequeue(self, timeout: float | None = None) -> str:
+        if self.answers:
+            return self.answers.pop(0)
+        self.waits.append(timeout)
+        raise TimeoutError
+
+
+class Executor:
+    """As much of vLLM's executor as the plugin touches."""
+
+    def __init__(self, *queues: Queue) -> None:
+        self.is_failed = False
+        self.response_mqs: Any = queues
+        self.response_mqs = QueuesReadToTheEnd(self)
+
+    def call(self, timeout: float | None) -> list[str]:
+        """As `MultiprocExecutor.collective_rpc` reads answers."""
+        answers = []
+        for queue in self.response_mqs:
+            answer = queue.dequeue(timeout=timeout)
+            if answer == "failed":
+                raise RuntimeError(answer)
+            answers.append(answer)
+        return answers
+
+
+def test_after_a_failure_the_answers_of_the_other_workers_are_read() -> None:
+    executor = Executor(Queue("failed", "again"), Queue("loaded", "again"))
+    with pytest.raises(RuntimeError):
+        executor.call(None)
+    assert not executor.is_failed
+    assert executor.call(None) == ["again", "again"]
+
+
+def test_a_worker_that_hangs_after_another_failed_fails_the_engine_after_a_while() -> None:
+    executor = Executor(Queue("failed"), hung := Queue(), rest := Queue())
+    with pytest.raises(RuntimeError):
+        executor.call(None)
+    assert executor.is_failed
+    assert len(hung.waits) == 1 and hung.waits[0] is not None
+    assert not rest.waits
+
+
+def test_if_all_workers_hang_the_call_times_out_and_waits_for_no_other() -> None:
+    executor = Executor(first := Queue(), second := Queue())
+    with pytest.raises(TimeoutError):
+        executor.call(3.0)
+    assert executor.is_failed
+    assert (first.waits, second.waits) == ([3.0], [])
+
+
+# How vLLM is started: that it sends its spans where the run's go, and only then.
+
+
+ALL, TRACES = tracing.VARIABLES
+DEFAULTS = {
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+    "OTEL_TRACES_SAMPLER": "parentbased_always_off",
+}
+
+
+@pytest.mark.parametrize(
+    ("variables", "endpoint"),
+    [
+        ({}, None),
+        ({ALL: "http://c:4318/"}, "http://c:4318/v1/traces"),
+        ({ALL: "http://c:4318", TRACES: "http://d/traces"}, "http://d/traces"),
+    ],
+)
+def test_vllm_sends_its_spans_where_those_of_the_run_go(
+    variables: dict[str, str], endpoint: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "find_spec", lambda name: "there")
+    for name in (ALL, TRACES, *DEFAULTS):
+        monkeypatch.setenv(name, variables.get(name, ""))
+    assert started._tracing() == ([] if endpoint is None else ["--otlp-traces-endpoint", endpoint])
+    for name, value in DEFAULTS.items():
+        assert started.os.environ[name] == ("" if endpoint is None else value)
+
+
+def test_a_users_sampler_of_vllms_spans_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "find_spec", lambda name: "there")
+    monkeypatch.setenv(ALL, "http://c:4318")
+    for name in DEFAULTS:
+        monkeypatch.setenv(name, "mine")
+    assert started._tracing()
+    assert [started.os.environ[name] for name in DEFAULTS] == ["mine", "mine"]
+
+
+def test_a_vllm_without_the_package_starts_without_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "find_spec", lambda name: None)
+    monkeypatch.setenv(ALL, "http://c:4318")
+    assert started._tracing() == []

@@ -1,14 +1,21 @@
-"""Which requests an HTTP server of a run takes."""
+"""HTTP servers of a run, and the agent programs' client of the gateway."""
 
 import json
+import socket
 import stat
-from collections.abc import Iterable, MutableMapping
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from rl_async.errors import UserError
+from rl_async.gateway import FINISHED, Gateway, GatewayError, Heartbeats, RemoteEpisode
 from rl_async.process.http_auth import (
     AUDIENCES,
     HOSTS,
@@ -21,6 +28,11 @@ from rl_async.process.http_auth import (
     run_token,
     token_file,
 )
+from rl_async.process.http_server import exposed, gauge
+from rl_async.process.run_files import Target, write_targets
+
+# Which requests an HTTP server of a run takes.
+
 
 TOKEN = "t" * 43
 HERE = "10.0.0.5"
@@ -261,3 +273,222 @@ def test_a_server_takes_token_and_names_from_the_environment(tmp_path: Path, mon
     token = (b"authorization", f"Bearer {run_token(tmp_path, 'engines')}".encode())
     assert access.refusal("GET", "/", None, [(b"host", b"b.example.org:1"), token]) is None
     assert access.refusal("GET", "/", None, [(b"host", b"c.example.org:1"), token]) is not None
+
+
+# What a process answers to Prometheus, and how Prometheus finds it.
+
+
+class Apples:
+    """Counts how often it was read."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def collect(self) -> Iterator[Metric]:
+        self.reads += 1
+        yield gauge("apples", "Apples.", self.reads)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    make_tokens(tmp_path / "keys")
+    return tmp_path
+
+
+def scrape(address: str, token: str) -> dict[str, float]:
+    request = urllib.request.Request(f"http://{address}/metrics", headers=bearer(token))
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+        return {sample.name: sample.value for family in families for sample in family.samples}
+
+
+def test_a_process_is_found_through_its_file_and_answers_with_numbers_of_that_moment(run: Path) -> None:
+    apples = Apples()
+    with exposed(True, run, "worker", "worker-0", apples):
+        (target,) = json.loads((run / "prometheus" / "worker-0.json").read_text())
+        assert target["labels"] == {"run": run.name, "role": "worker", "name": "worker-0"}
+        (address,) = target["targets"]
+        assert address.startswith("127.0.0.1:") and apples.reads == 0
+        token = run_token(run, "metrics")
+        assert [scrape(address, token)["apples"] for _ in range(2)] == [1, 2]
+        assert scrape(address, token)["process_resident_memory_bytes"] > 1e6
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            scrape(address, "0" * 43)
+        refused.value.close()
+        assert refused.value.code == 401
+    assert list((run / "prometheus").iterdir()) == []
+
+
+def test_unwanted_nothing_listens_and_nothing_is_written(run: Path) -> None:
+    with exposed(False, run, "worker", "worker-0", Apples()):
+        assert not (run / "prometheus").exists()
+
+
+def test_engines_are_listed_in_one_file_that_goes_with_the_last(run: Path) -> None:
+    targets = [Target.at(f"http://10.0.0.{n}:80{n}0", "engine", f"engine-{n}") for n in (1, 2)]
+    write_targets(run, "engines", targets)
+    listed = json.loads((run / "prometheus" / "engines.json").read_text())
+    assert [entry["targets"] for entry in listed] == [["10.0.0.1:8010"], ["10.0.0.2:8020"]]
+    write_targets(run, "engines", [])
+    write_targets(run, "engines", [])
+    assert list((run / "prometheus").iterdir()) == []
+
+
+# The agent programs' client, against a gateway that dies in the middle of its answers; and its heartbeats.
+
+
+BEGUN = {
+    "episode_id": "e",
+    "base_url": "http://none/e/v1",
+    "deadline_s": 9,
+    "idle_timeout_s": 99,
+    "task": {"prompt": []},
+}
+TASK = json.dumps(BEGUN).encode()
+
+
+def gateway_answer(body: bytes, status: str = "200 OK") -> bytes:
+    return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., str]]:
+    """A server that answers its connections with these bytes, one after another, and closes each."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    threads: list[threading.Thread] = []
+
+    def play(answers: tuple[bytes, ...]) -> None:
+        for data in answers:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(data)
+        listener.close()
+
+    def begin(*answers: bytes) -> str:
+        threads.append(threading.Thread(target=play, args=(answers,)))
+        threads[-1].start()
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+    yield begin
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive(), "the client did not ask again"
+
+
+@pytest.mark.parametrize("cut", [0, 10, -len(TASK), -1], ids=["nothing", "status line", "headers only", "last byte"])
+def test_an_answer_that_is_cut_off_is_asked_for_again(serve: Callable[..., str], cut: int) -> None:
+    url = serve(gateway_answer(TASK)[:cut], gateway_answer(TASK))
+    assert next(Gateway(url).episodes()).id == "e"
+
+
+def test_an_error_that_is_cut_off_is_asked_for_again(serve: Callable[..., str]) -> None:
+    over = gateway_answer(json.dumps(FINISHED).encode(), "503 Service Unavailable")
+    assert list(Gateway(serve(over[:-1], over)).episodes()) == []
+
+
+class Clock:
+    """Time that passes only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_gateway_that_is_stopped_in_the_middle_of_a_request_has_ended(
+    serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its server may answer the request with a bare text before it stops; the last connection is cut."""
+    monkeypatch.setattr("rl_async.gateway.time", Clock())
+    stopped = gateway_answer(b"Internal Server Error", "500 Internal Server Error")
+    gateway = Gateway(serve(gateway_answer(b"{}"), stopped, stopped[:-1]), gone_s=0.1)
+    assert gateway.get("/healthz") == (200, {})
+    assert gateway.get("/healthz") == (503, FINISHED)
+
+
+@pytest.mark.parametrize("text", [b"Internal Server Error", b"<html>\xe9"], ids=["text", "latin-1"])
+@pytest.mark.parametrize("answers", [[], [gateway_answer(TASK)]], ids=["never a gateway", "once a gateway"])
+def test_what_answers_without_json_is_no_end_of_a_run(
+    serve: Callable[..., str], answers: list[bytes], text: bytes
+) -> None:
+    url = serve(*answers, gateway_answer(text, "500 Internal Server Error"))
+    with pytest.raises(GatewayError) as refused:
+        list(Gateway(url, start_s=0.0, gone_s=0.0).episodes())
+    assert str(refused.value).startswith("500: ")
+
+
+def test_a_gateway_that_stays_away_in_the_middle_of_an_answer_has_ended(serve: Callable[..., str]) -> None:
+    episodes = Gateway(serve(gateway_answer(TASK), gateway_answer(TASK)[:-1]), gone_s=0.0).episodes()
+    assert next(episodes).id == "e"
+    assert list(episodes) == []
+
+
+def test_an_episode_whose_gateway_has_lost_the_queue_is_over(serve: Callable[..., str]) -> None:
+    lost = gateway_answer(json.dumps({"error": {"code": "QueueLost"}}).encode(), "503 Service Unavailable")
+    episode = next(Gateway(serve(gateway_answer(TASK), lost)).episodes())
+    assert episode.score()["accepted"] is False
+
+
+@pytest.mark.parametrize("value", [None, "1", [1.0]])
+def test_a_reward_that_is_no_number_is_refused_and_ends_no_episode(value: Any) -> None:
+    episode = RemoteEpisode("7", "http://127.0.0.1:9/e/v1", {}, Gateway("http://127.0.0.1:9", start_s=0.0))
+    with pytest.raises(TypeError, match="episode 7"):
+        episode.reward(value)
+
+
+def test_both_dialects_have_a_base_url(serve: Callable[..., str]) -> None:
+    episode = next(Gateway(serve(gateway_answer(TASK))).episodes())
+    assert (episode.base_url, episode.anthropic_base_url) == ("http://none/e/v1", "http://none/e")
+
+
+class Beaten:
+    """A gateway that counts heartbeats, and says that an episode has ended after three."""
+
+    def __init__(self) -> None:
+        self.beats: list[str] = []
+        self.beaten = threading.Event()
+
+    def post(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        self.beats.append(path)
+        self.beaten.set()
+        return (200 if len(self.beats) < 3 else 404), {}
+
+
+def held(gateway: Any, heartbeats: Heartbeats) -> RemoteEpisode:
+    episode = RemoteEpisode("e", "", {}, gateway)
+    heartbeats.start(episode, 0.01)
+    return episode
+
+
+def wait_for_end(heartbeats: Heartbeats) -> None:
+    thread = heartbeats._thread
+    if thread is not None:
+        thread.join(30)
+    assert heartbeats._thread is None
+
+
+def test_heartbeats_are_sent_until_the_episode_has_ended() -> None:
+    gateway, heartbeats = Beaten(), Heartbeats()
+    episode = held(gateway, heartbeats)
+    wait_for_end(heartbeats)
+    assert gateway.beats == ["/episodes/e/heartbeat"] * 3 and episode.id == "e"
+
+
+def test_no_heartbeat_is_sent_for_an_episode_that_the_program_has_forgotten() -> None:
+    gateway, heartbeats = Beaten(), Heartbeats()
+    held(gateway, heartbeats)
+    wait_for_end(heartbeats)
+    assert gateway.beats == []
+
+
+def test_no_heartbeat_is_sent_for_an_episode_that_was_ended() -> None:
+    gateway, heartbeats = Beaten(), Heartbeats()
+    episode = held(gateway, heartbeats)
+    heartbeats.stop(episode)
+    wait_for_end(heartbeats)
+    assert gateway.beats == []
