@@ -4,14 +4,14 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-
 import pytest
-
 from rl_async.messages import Trajectory, by_role
 from rl_async.recording import read_trajectories
 from tests.e2e.command import HARDLY_WARM, succeed
+import re
+import tarfile
+from tests.e2e import command
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 GAME = """
 from rl_async.agent_loop.step import Step
 
@@ -51,6 +51,8 @@ def rewards_of(rows: Sequence[Trajectory]) -> dict[str, float]:
     return {"first": 1 + first % 3, "second": -1 - sum(later + heard["second"]) % 3}
 
 
+@pytest.mark.e2e
+@pytest.mark.timeout(240)
 def test_each_role_of_a_game_is_trained_and_can_be_trained_again(workplace: Path) -> None:
     (workplace / "game.py").write_text(GAME)
     succeed(workplace, *LAUNCH, "--name", "game")
@@ -75,3 +77,68 @@ def test_each_role_of_a_game_is_trained_and_can_be_trained_again(workplace: Path
     again = [json.loads(line) for line in (workplace / "runs/again/metrics.jsonl").read_text().splitlines()]
     for key in ("loss/policy", "loss/grad_norm", "reward/mean/first"):
         assert [step[key] for step in again] == [step[key] for step in steps]
+
+
+# Whole commands beside a plain launch: `eval` and `compare`, a pretrained start, a run of an earlier version.
+
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_evaluation_ends_with_a_table_and_its_episodes(workplace: Path) -> None:
+    wanted = ("eval.tasks=4", "eval.samples=2", "rollout.max_tokens=8", "--jsonl", "episodes.jsonl")
+    said = succeed(workplace, "eval", "--config", "calculator", *HARDLY_WARM, *wanted)
+    assert "avg@k" in said and "pass@k" in said
+    episodes = [json.loads(line) for line in (workplace / "episodes.jsonl").read_text().splitlines()]
+    assert len(episodes) == 8 and len({(each["task"], each["sample"]) for each in episodes}) == 8
+    assert all(each["scored"] and each["answer"] for each in episodes)
+    (run,) = (workplace / "runs").glob("eval-*")
+    compared = json.loads(succeed(workplace, "compare", f"{run}@0", str(run), "--json"))
+    assert (compared["sources"][0]["tasks"], compared["sources"][0]["p"], compared["left_out"]) == (4, 1.0, 0)
+
+
+MODEL = "artifacts/smollm2-tools/model"
+SMALL = [
+    *("model.dtype=float32", "rollout.max_model_len=512", "agent.max_tokens=512", "launcher.threads=1"),
+    *("trainer.steps=2", "data.train_batch_groups=2", "rollout.group_size=2", "trainer.checkpoint_every=0"),
+    *("eval.tasks=4", "warm_start.pretrained={path: base, batch_size: 114}"),
+]
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_one_command_fine_tunes_and_trains_with_both_tools(tmp_path: Path) -> None:
+    base = ("model.path=base", "warm_start.out=base", "rollout.max_model_len=512")
+    succeed(tmp_path, "sft", "--config", "calculator", *HARDLY_WARM, *base)
+    launch = ("launch", "--mode", "disaggregated", "--config", "smollm2-tools", "--name", "tools")
+    shown = succeed(tmp_path, *launch, *SMALL)
+    assert re.search(r"held-out loss per token \S+ before, \S+ after; model: " + MODEL, shown)
+    assert (tmp_path / MODEL / "sft.json").is_file()
+    log = [json.loads(line) for line in (tmp_path / "runs" / "tools" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log] == [0, 1]
+    assert "ok: every admitted group" in succeed(tmp_path, "audit", "runs/tools")
+    assert f"{MODEL} exists" in succeed(tmp_path, "sft", "--config", "smollm2-tools", *SMALL)
+
+
+# The folder of a run of four steps with a checkpoint, its journal and its trajectories, and the data and model it used.
+KEPT = Path(__file__).with_name("kept_run.tar.xz")
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_a_run_of_an_earlier_commit_is_shown_and_resumed(tmp_path: Path) -> None:
+    with tarfile.open(KEPT) as archive:
+        archive.extractall(tmp_path, filter="data")
+    run, config = "runs/kept", "runs/kept/config.yaml"
+    assert "step 1" in command.succeed(tmp_path, "show", run, "--step", "1")
+    again = ("--mode", "disaggregated", "--config", config, "--name", "kept", "--resume", "trainer.steps=6")
+    command.succeed(tmp_path, "launch", *again)
+    lines = [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["lineage"], line["step"]) for line in lines if "reward/mean" in line] == [
+        *((0, step) for step in range(4)),
+        *((1, step) for step in range(4, 6)),
+    ]
+    audited = command.succeed(tmp_path, "audit", run)
+    assert audited.startswith("24 groups admitted, 0 given up, 24 trained with 48 rows\nok: "), audited

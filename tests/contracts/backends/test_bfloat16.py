@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.contracts.backends.bfloat16_worker import RATE, STEPS
-from tests.contracts.backends.models import make_model, whole_batch
-from tests.support.forked import run_ranks
+from tests.contracts.backends.models import LAYERS, TERMS, assert_alike, make_model, whole_batch
+from tests.support.forked import run_ranks, start_ranks
+from tests.support.rounding import assert_near, pass_rounding
 
-pytestmark = pytest.mark.timeout(600)
 HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
 MEGATRON = {"backend": "megatron"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -45,6 +45,7 @@ def stage(found: dict[str, Tensor], name: str) -> dict[str, Tensor]:
     return {key.partition(".")[2]: tensor for key, tensor in found.items() if key.startswith(f"{name}.")}
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_trains_float32_masters(reference: tuple[Path, Ran], tmp_path: Path, layout: str) -> None:
     if layout.startswith("megatron") and not HAS_MEGATRON:
@@ -72,3 +73,50 @@ def test_it_trains_float32_masters(reference: tuple[Path, Ran], tmp_path: Path, 
     for (loss, norm), (loss_too, norm_too) in zip(steps, other[1], strict=True):
         assert loss == pytest.approx(loss_too, abs=0.02)
         assert norm == pytest.approx(norm_too, rel=0.03)
+
+
+# Router replay on every backend and layout: the same numbers and gradients as FSDP2 on one rank.
+
+REPLAY_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp2 x2": (2, {"activation_checkpointing": True}),
+    "megatron x1": (1, MEGATRON),
+    "megatron EP2": (2, MEGATRON | {"expert_parallel": 2}),
+    "megatron x2 that share rows": (2, MEGATRON | {"sequence_parallel": 2}),
+    "megatron PP2": (2, MEGATRON | {"pipeline_parallel": 2}),
+}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("layout", sorted(REPLAY_LAYOUTS))
+def test_records_lead_to_the_same_numbers_and_weights(layout: str, tmp_path: Path) -> None:
+    ranks, sizes = REPLAY_LAYOUTS[layout]
+    if sizes.get("backend") == "megatron" and importlib.util.find_spec("megatron") is None:
+        pytest.skip("Megatron-Core is not here; install it with pip install 'rl-async[megatron]'")
+    make_model("qwen3-moe", tmp_path / "model")
+    told = []
+    for number, (size, options) in enumerate([(1, {}), (ranks, sizes)]):
+        out = tmp_path / f"{number}.safetensors"
+        arguments = [json.dumps(options), str(tmp_path / "model"), str(out)]
+        run_ranks("tests.contracts.backends.replay", *arguments, ranks=size, timeout_s=280)
+        told.append(load_file(out))
+    wanted, found = told
+    assert (wanted["logprobs"] - wanted["logprobs without"]).abs().max() > 1e-2, "the record changes nothing"
+    assert wanted.keys() - {"agreement"} == found.keys() - {"agreement"}
+    outputs = {"logprobs", "logprobs without", "agreement"}
+    for name in outputs & found.keys():
+        size = wanted[name].abs().max().item()
+        assert_near(found[name], wanted[name], pass_rounding(size, LAYERS, TERMS), name)
+    of_step, expected = ({name: told[name] for name in told.keys() - outputs} for told in (found, wanted))
+    assert_alike(of_step, expected, steps=1)
+    assert ("agreement" in found) == ("pipeline_parallel" not in sizes)
+
+
+def test_tensor_parallel_ranks_that_must_replay_do_not_start(tmp_path: Path) -> None:
+    if importlib.util.find_spec("megatron") is None:
+        pytest.skip("Megatron-Core is not here; install it with pip install 'rl-async[megatron]'")
+    make_model("qwen3-moe", tmp_path / "model")
+    options = MEGATRON | {"tensor_parallel": 2, "expert_parallel": 2, "router_replay": "always"}
+    arguments = [json.dumps(options), str(tmp_path / "model"), str(tmp_path / "out")]
+    processes = start_ranks("tests.contracts.backends.replay", *arguments, ranks=2)
+    errors = [process.communicate(280)[1] for process in processes]
+    assert all("UserError: trainer.router_replay=always" in error for error in errors), errors

@@ -17,14 +17,11 @@ from rl_async.trainer.export import SHARDS
 from tests.contracts.backends.models import assert_alike, make_model
 from tests.support.forked import run_ranks
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(
-        importlib.util.find_spec("megatron") is None,
-        reason="Megatron-Core is not here; install it with pip install 'rl-async[megatron]'",
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None,
+    reason="Megatron-Core is not here; install it with pip install 'rl-async[megatron]'",
+)
+
 Layout = tuple[int, dict[str, Any]]  # ranks, and the trainer's options
 
 
@@ -79,6 +76,8 @@ def difference(one: Tensor, two: Tensor) -> float:
     return (one - two).abs().max().item()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", CHAINS)
 def test_a_run_continues_with_any_layout(family: str, tmp_path: Path) -> None:
     model = tmp_path / "model"
@@ -96,6 +95,8 @@ def test_a_run_continues_with_any_layout(family: str, tmp_path: Path) -> None:
         compare_after(first, last)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_bfloat16_weights_keep_their_float32_masters(tmp_path: Path) -> None:
     model = tmp_path / "model"
     make_model("qwen3", model)
@@ -112,6 +113,8 @@ def counts(folder: Path) -> dict[str, Tensor]:
     return {f"{name.partition(MOMENT)[0]}{MOMENT}step": steps.clone() for name in stored.sizes if MOMENT in name}
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("family", "layout"),
     [("qwen2-tied", TP2), ("qwen2-tied", FSDP2), ("qwen3-moe", FSDP2)],
@@ -131,6 +134,8 @@ def test_whole_tensors_of_the_format_before_are_read(family: str, layout: Layout
     compare_after(first, last)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_shards_of_the_format_before_are_read(tmp_path: Path) -> None:
     model = tmp_path / "model"
     make_model("qwen2-tied", model)
@@ -144,3 +149,21 @@ def test_shards_of_the_format_before_are_read(tmp_path: Path) -> None:
     last = run(FSDP2, "float32", model, tmp_path / "1", before)
     compare(first, last)
     compare_after(first, last)
+
+
+# A run continues with the other backend: weights are equal bit by bit, AdamW's moments and the step come along.
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("qwen3", {"tensor_parallel": 2}),
+        ("qwen2-tied", {"pipeline_parallel": 2}),
+        ("qwen3-moe", {"expert_parallel": 2}),
+    ],
+)
+def test_each_backend_goes_on_from_the_others_checkpoint(family: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+    make_model(family, tmp_path / "model")
+    arguments = [json.dumps(sizes), str(tmp_path / "model"), str(tmp_path)]
+    run_ranks("tests.contracts.backends.interchange_worker", *arguments, ranks=2)

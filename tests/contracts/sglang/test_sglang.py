@@ -5,14 +5,16 @@ SGLang itself is not run: nothing here says that it does what its source says.
 A stand-in for SGLang's server, which starts uvicorn as SGLang 0.5.23 does; SGLang itself is not run.
 """
 
+import asyncio
 import os
+import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,22 +22,39 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import uvicorn
+import xxhash
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from safetensors.torch import load_file
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from rl_async.configs.engines import SGLANG
+from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.errors import EngineLost, EngineRejected
 from rl_async.launcher.plan.planning import plan
-from rl_async.messages import Sampling, Version, VersionRun
+from rl_async.messages import EngineRecord, Sampling, Version, VersionRun
+from rl_async.model_files import weights_name
 from rl_async.process.http_auth import TOKEN_FILE, bearer, make_tokens, run_token, token_file
 from rl_async.rollout_server.api import EngineLoad, GenerateRequest
+from rl_async.rollout_server.pool import connect
 from rl_async.rollout_server.sglang.__main__ import UNWANTED, VARIABLES
+from rl_async.rollout_server.sglang.adapters import NAME, PublishedAdapters
 from rl_async.rollout_server.sglang.client import SglangEngine
+from rl_async.weight_sync.buckets import Bucket, as_adapters, numbered
+from rl_async.weight_sync.coordinator import WeightCoordinator
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
+from rl_async.weight_sync.transports.ipc import SharedMemorySender
 from tests.contracts.sglang.wheel import cut_out, field_names, load, refusal, routes, wheel_folder
+from tests.contracts.weights.test_transport import Directory
 from tests.support.configs import float32_config
+from tests.support.forked import Forked
 from tests.support.ports import free_port
 from tests.support.rounding import assert_near, rounding
+from tests.support.weights import make_buckets
 
 REQUEST = GenerateRequest(
     request_id="r", token_ids=[1, 2], sampling=Sampling(temperature=0.7), max_tokens=3, stop_token_ids=[9], seed=5
@@ -352,3 +371,326 @@ def test_without_a_token_file_sglang_is_not_started(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "rl_async.rollout_server.sglang"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2 and TOKEN_FILE in ended.stderr and "Traceback" not in ended.stderr
+
+
+# Adapters by name: our middleware between our client and a server with SGLang's routes, bodies and reader of files.
+
+
+LAYER = "model.layers.0.self_attn.q_proj"
+RANK = 2
+ADAPTER_REQUEST = GenerateRequest(request_id="r", token_ids=[1], sampling=Sampling(), max_tokens=1, stop_token_ids=[])
+
+
+class Server:
+    """Keeps adapters by their names as SGLang's registry does, and what it was asked."""
+
+    def __init__(self) -> None:
+        self.folder = wheel_folder()
+        self.loaded: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
+        self.asked: list[tuple[str, Any]] = []
+        self.version = "default"
+        # Each loading tells that it waits, and for what.
+        self.loads: asyncio.Queue[asyncio.Event] | None = None
+
+    def app(self) -> Starlette:
+        return Starlette(
+            routes=[Route(path, self._answer, methods=[*route.methods]) for path, route in routes(self.folder).items()]
+        )
+
+    async def _answer(self, request: Request) -> Response:
+        path, raw = request.url.path, await request.body()
+        body = msgspec.json.decode(raw) if raw else None
+        if why := refusal(self.folder, routes(self.folder)[path], path, body):
+            return JSONResponse({"error": why}, 400)
+        self.asked.append((path, body))
+        known = path.endswith("lora_adapter") and body["lora_name"] in self.loaded
+        match path:
+            case "/load_lora_adapter":
+                if self.loads is not None:
+                    await self.loads.put(goes_on := asyncio.Event())
+                    await goes_on.wait()
+                if known:
+                    return JSONResponse({"error_message": "already loaded"}, 400)
+                config = load(self.folder, "sglang.srt.lora.lora_config").LoRAConfig(body["lora_path"])
+                self.loaded[NAME] = config, load_file(Path(body["lora_path"]) / "adapter_model.safetensors")
+            case "/unload_lora_adapter":
+                if not known:
+                    return JSONResponse({"error_message": "not loaded"}, 400)
+                del self.loaded[NAME]
+            case "/server_info":
+                return JSONResponse({"tp_size": 2, "enable_lora": True})
+            case "/update_weight_version":
+                self.version = body["new_version"]
+            case "/generate":
+                meta = {"completion_tokens": 1, "weight_version": self.version, "finish_reason": {"type": "length"}}
+                spans = [{"version": self.version, "start": 0, "end": 1}]
+                meta |= {"output_token_logprobs": [[-1.0, 5, None]], "weight_versions": spans}
+                event = msgspec.json.encode({"output_ids": [5], "meta_info": meta})
+                return Response(b"data: " + event + b"\n\ndata: [DONE]\n\n", media_type="text/event-stream")
+        return JSONResponse({"success": True})
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+@pytest.fixture
+async def engine(server: Server, model_folder: Path) -> AsyncIterator[SglangEngine]:
+    """A client that has asked the server what it is."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(PublishedAdapters(server.app(), model_folder), log_level="warning", lifespan="off")
+    running = uvicorn.Server(config)
+    serving = asyncio.create_task(running.serve([listener]))
+    client = SglangEngine(f"http://127.0.0.1:{listener.getsockname()[1]}", read_version=lambda name: Version(0, 0))
+    try:
+        assert await client.workers() == 1, "the server alone receives"
+        yield client
+    finally:
+        await client.close()
+        running.should_exit = True
+        await serving
+
+
+def adapters(step: int) -> dict[str, torch.Tensor]:
+    low, high = torch.full((RANK, 8), float(step)), torch.full((4, RANK), 10.0 * step)
+    return {f"{LAYER}.lora_A.weight": low, f"{LAYER}.lora_B.weight": high}
+
+
+def buckets(step: int, base: str) -> list[Bucket]:
+    sent = as_adapters(make_buckets(adapters(step).items(), 1 << 12), 0.5, base)
+    return list(numbered(sent, Version(0, step), "no"))
+
+
+async def publish(engine: SglangEngine, sent: list[Bucket], version: Version) -> None:
+    """As the coordinator does, over shared memory."""
+    sender = SharedMemorySender()
+    try:
+        await engine.pause("keep")
+        await engine.init_transfer(InitInfo(backend="ipc"))
+        await engine.start_update()
+        for bucket in sent:
+            await engine.update(sender.stage(bucket))
+            sender.unstage()
+        await engine.finish_update(version)
+    finally:
+        sender.close()
+        await engine.resume()
+
+
+async def test_requests_name_the_adapters_that_were_published_last(
+    engine: SglangEngine, server: Server, model_folder: Path
+) -> None:
+    await engine.generate(ADAPTER_REQUEST)
+    for step in (1, 2):
+        await publish(engine, buckets(step, weights_name(model_folder)), Version(0, step))
+        config, found = server.loaded[NAME]
+        assert (config.r, config.lora_alpha, config.target_modules) == (RANK, RANK, ["q_proj"])
+        sent = adapters(step)
+        assert torch.equal(found[f"base_model.model.{LAYER}.lora_A.weight"], sent[f"{LAYER}.lora_A.weight"])
+        assert torch.equal(found[f"base_model.model.{LAYER}.lora_B.weight"], 0.5 * sent[f"{LAYER}.lora_B.weight"])
+        await engine.generate(ADAPTER_REQUEST)
+    assert [body.get("lora_path") for path, body in server.asked if path == "/generate"] == [None, NAME, NAME]
+    assert [body["mode"] for path, body in server.asked if path == "/pause_generation"] == ["abort", "abort"]
+    folders = [Path(body["lora_path"]) for path, body in server.asked if path == "/load_lora_adapter"]
+    assert [folder.exists() for folder in folders] == [False, True]
+    assert server.version == "0.2"
+
+
+async def test_what_does_not_fit_is_refused_and_the_earlier_adapters_stay(
+    engine: SglangEngine, server: Server, model_folder: Path
+) -> None:
+    base = weights_name(model_folder)
+    await publish(engine, buckets(1, base), Version(0, 1))
+    whole = list(make_buckets([("w", torch.ones(2))], 1 << 12))
+    for wrong, why in ((buckets(2, "files-other"), "files-other"), (whole, "no other weights")):
+        with pytest.raises(EngineLost, match=why):
+            await publish(engine, wrong, Version(0, 2))
+    with pytest.raises(EngineLost, match="without adapters"):
+        await publish(engine, [], Version(0, 2))
+    with pytest.raises(EngineRejected, match="gloo"):
+        await engine.init_transfer(InitInfo(backend="nccl"))
+    await engine.generate(ADAPTER_REQUEST)
+    assert server.asked[-1][1]["lora_path"] == NAME and server.version == "0.1"
+    await publish(engine, buckets(3, base), Version(0, 3))
+    assert server.version == "0.3"
+
+
+async def test_a_request_that_comes_while_adapters_are_replaced_is_not_the_bases(
+    engine: SglangEngine, server: Server, model_folder: Path
+) -> None:
+    """SGLang itself looks the name up once its pause is over."""
+    server.loads = asyncio.Queue()
+    for step in (1, 2):
+        publication = asyncio.create_task(publish(engine, buckets(step, weights_name(model_folder)), Version(0, step)))
+        goes_on = await server.loads.get()
+        await engine.generate(ADAPTER_REQUEST)
+        goes_on.set()
+        await publication
+    assert [body.get("lora_path") for path, body in server.asked if path == "/generate"] == [NAME, NAME]
+
+
+async def test_an_adapter_that_sglang_refuses_is_an_error_and_a_later_one_is_taken(
+    engine: SglangEngine, server: Server, model_folder: Path
+) -> None:
+    base = weights_name(model_folder)
+    server.loaded[NAME] = None, {}  # type: ignore[assignment]
+    with pytest.raises(EngineLost, match="already loaded"):
+        await publish(engine, buckets(1, base), Version(0, 1))
+    server.loaded.clear()
+    await publish(engine, buckets(2, base), Version(0, 2))
+    assert NAME in server.loaded and server.version == "0.2"
+
+
+# Our coordinator and SGLang's own weight updater, on the CPU over gloo. SGLang on a GPU, and NCCL, are not run.
+
+
+Start = Callable[..., list[EngineRecord]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start engines together, with the network settings of the launcher."""
+    folder = str(wheel_folder())
+    processes: list[Forked] = []
+
+    def run(*names: str) -> list[EngineRecord]:
+        env = {"GLOO_SOCKET_IFNAME": "lo"}
+        new = [Forked("tests.contracts.sglang.engine", folder, environment=env) for _ in names]
+        processes.extend(new)
+        ports = [process.first_line() for process in new]
+        return [EngineRecord(engine_id=n, url=f"http://127.0.0.1:{p}", kind="sglang") for n, p in zip(names, ports)]
+
+    yield run
+    for process in processes:
+        process.kill()
+        process.wait(10)
+
+
+@contextmanager
+def start_ours() -> Iterator[EngineRecord]:
+    """An engine with our own receiver."""
+    process = Forked("tests.contracts.weights.engine")
+    try:
+        yield EngineRecord(engine_id="ours", url=f"http://127.0.0.1:{process.first_line()}", kind="embedded")
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def weights(value: float) -> dict[str, torch.Tensor]:
+    return {f"layer.{i}": torch.arange(48, dtype=torch.bfloat16).view(3, 16) + value + i for i in range(3)}
+
+
+def weights_buckets(value: float) -> list[Bucket]:
+    """Two buckets, of two tensors and of one."""
+    return list(make_buckets(weights(value).items(), 200))
+
+
+def expected(value: float) -> dict[str, str]:
+    return {
+        f"tp0:{name}": xxhash.xxh3_128_hexdigest(tensor.view(torch.uint8).numpy().tobytes())
+        for name, tensor in weights(value).items()
+    }
+
+
+def coordinator(directory: Directory) -> WeightCoordinator:
+    sync = WeightSyncConfig(transport="gloo", timeout_s=30)
+    return WeightCoordinator(directory.open, lambda record: connect(record.kind, record.url), sync)
+
+
+async def asked(url: str, ask: Callable[[SglangEngine], Any]) -> Any:
+    client = SglangEngine(url)
+    try:
+        return await ask(client)
+    finally:
+        await client.close()
+
+
+def state(record: EngineRecord) -> tuple[dict[str, str], Version | None]:
+    async def both(client: SglangEngine) -> tuple[dict[str, str], Version | None]:
+        return await client.checksums(), await client.version()
+
+    return asyncio.run(asked(record.url, both))
+
+
+@pytest.mark.slow
+def test_our_buckets_are_laid_out_as_sglangs() -> None:
+    tensors = list(weights(1.0).items())
+    theirs = load(wheel_folder(), "sglang.srt.weight_sync.tensor_bucket").FlattenedTensorBucket
+    [ours] = make_buckets(tensors, 1 << 20)
+    assert torch.equal(ours.data, theirs(named_tensors=tensors).get_flattened_tensor())
+    empty = theirs.empty(ours.info.names, ours.info.dtype_names, ours.info.shapes, "cpu")
+    empty.get_flattened_tensor().copy_(ours.data)
+    assert all(torch.equal(got, sent) for (_, got), (_, sent) in zip(empty.reconstruct_tensors(), tensors, strict=True))
+
+
+@pytest.mark.slow
+def test_two_engines_get_two_versions_from_one_trainer_and_one_from_the_next(start: Start) -> None:
+    directory, records = Directory(), start("a", "b")
+    directory.add(*records)
+    with coordinator(directory) as first:
+        for step in (0, 1):
+            report = first.publish(Version(0, step), weights_buckets(step * 10.0))
+            assert (report.engines, report.failures) == (["a", "b"], [])
+            assert [state(record) for record in records] == [(expected(step * 10.0), Version(0, step))] * 2
+    with coordinator(directory) as second:  # it counts its groups from 0 again, so that their names are taken
+        assert second.publish(Version(1, 1), weights_buckets(20.0)).failures == []
+    assert [state(record) for record in records] == [(expected(20.0), Version(1, 1))] * 2
+
+
+@pytest.mark.slow
+def test_an_engine_of_ours_and_one_of_sglangs_are_one_group(start: Start) -> None:
+    with start_ours() as ours:
+        directory, records = Directory(), [*start("theirs"), ours]
+        directory.add(*records)
+        with coordinator(directory) as trainer:
+            report = trainer.publish(Version(0, 0), weights_buckets(7.0))
+        assert (report.engines, report.failures) == (["theirs", "ours"], [])
+        assert state(records[0]) == (expected(7.0), Version(0, 0))
+
+
+@pytest.mark.slow
+def test_an_update_that_an_earlier_trainer_left_is_ended(start: Start) -> None:
+    directory, [record] = Directory(), start("a")
+    directory.add(record)
+    asyncio.run(asked(record.url, SglangEngine.start_update))
+    with coordinator(directory) as trainer:
+        assert trainer.publish(Version(0, 0), weights_buckets(5.0)).failures == []
+    assert state(record) == (expected(5.0), Version(0, 0))
+
+
+@pytest.mark.slow
+def test_an_engine_sleeps_and_takes_weights_while_its_cache_is_away(start: Start) -> None:
+    [record] = start("a")
+
+    async def sleep(engine: SglangEngine) -> None:
+        await engine.pause("keep")
+        await engine.sleep(2)
+        await engine.sleep(1)
+
+    asyncio.run(asked(record.url, sleep))
+    assert asyncio.run(asked(record.url, SglangEngine.is_sleeping)), "another client asks"
+    directory = Directory()
+    directory.add(record)
+    with coordinator(directory) as trainer:
+        assert trainer.publish(Version(0, 0), weights_buckets(5.0)).failures == []
+    assert state(record) == (expected(5.0), Version(0, 0))
+    assert not asyncio.run(asked(record.url, SglangEngine.is_sleeping))
+
+
+@pytest.mark.slow
+def test_sglangs_refusals_keep_their_messages(start: Start) -> None:
+    [record] = start("a")
+    update = UpdateInfo(names=["w"], dtype_names=["float32"], shapes=[[1]], checksum="")
+
+    async def fail(client: SglangEngine) -> None:
+        with pytest.raises(EngineRejected, match="no weight-update session is open"):
+            await client.finish_update(Version())
+        with pytest.raises(EngineRejected, match="init_transfer"):
+            await client.update(update)
+        await client.start_update()
+        with pytest.raises(EngineRejected, match="Flush cache failed"):  # it is not paused
+            await client.finish_update(Version())
+
+    asyncio.run(asked(record.url, fail))

@@ -10,10 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from rl_async.trainer.families import FAMILIES
 from tests.contracts.backends.models import ROWS, loss_of, make_model, micro_batches, outputs_of
-from tests.support.families import saved
+from tests.support.families import COMMON, DISTINCT, SPECIAL, saved
 from tests.support.forked import run_ranks
 from tests.support.once import once
 from tests.support.rounding import assert_as_close, assert_near, in_float64, pass_rounding, to_float64
@@ -157,3 +158,54 @@ def test_gradients_are_those_of_separate_rows(tmp_path: Path) -> None:
     for case, told in found.items():
         assert told["size"] > 1e-2, case
         assert told["excess"] <= 1, case
+
+
+# Ranks that read only their own slices have, together, the weights that Transformers loads, bit by bit.
+
+
+PRETRAINED_CASES: dict[str, dict[str, Any]] = {
+    "tied": {"kind": "qwen3", "tie_word_embeddings": True},
+    "in several files": {"kind": "qwen3_moe", "files": "60KB"},
+    "in bfloat16": {"kind": "deepseek_v3", "stored": torch.bfloat16},
+    "padded": {"kind": "stablelm"},
+    "a critic's decoder": {"kind": "mixtral", "head": "value"},
+}
+
+
+def pretrained_saved(
+    folder: Path, kind: str, files: str = "1GB", stored: torch.dtype = torch.float32, **options: Any
+) -> Path:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **(COMMON | SPECIAL.get(kind, {}) | options))
+    model = AutoModelForCausalLM.from_config(config).to(stored)
+    with torch.no_grad():  # the first values of some are all zeros or ones
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.copy_(torch.randn(tensor.shape))
+    model.save_pretrained(folder, max_shard_size=files)
+    return folder
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("kinds", "cases"),
+    [
+        pytest.param(DISTINCT, PRETRAINED_CASES, id="distinct"),
+        pytest.param(FAMILIES.keys() - DISTINCT, {}, id="others", marks=pytest.mark.slow),
+    ],
+)
+def test_each_rank_reads_its_part_of_what_transformers_loads(
+    kinds: set[str], cases: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Of three ranks, since three divides none of the sizes."""
+    arguments: list[str] = []
+    for kind in sorted(kinds):
+        arguments += [str(pretrained_saved(tmp_path / kind, kind)), "policy"]
+    for number, (case, options) in enumerate(cases.items()):
+        head = options.get("head", "policy")
+        folder = pretrained_saved(
+            tmp_path / f"{number} {case}", **{key: value for key, value in options.items() if key != "head"}
+        )
+        arguments += [str(folder), head]
+        assert (len(list(folder.glob("*.safetensors"))) > 2) == ("files" in options), case
+    run_ranks("tests.contracts.trainer.workers.pretrained", *arguments, ranks=3)

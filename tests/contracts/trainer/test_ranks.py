@@ -1,0 +1,175 @@
+"""Ranks with a critic, with images on one of them, and with Muon learn together what one process learns."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.contracts.backends.models import make_model
+from tests.contracts.trainer.test_saver import go_on, same
+from tests.contracts.trainer.test_training import LAYERS, TERMS
+from tests.contracts.trainer.workers.images import RATE, STEPS
+from tests.contracts.trainer.workers.muon import STEPS as MUON_STEPS
+from tests.contracts.trainer.workers.muon import TRAINING, gradient_of
+from tests.support.forked import run_ranks
+from tests.support.rounding import assert_trained_alike
+from tests.support.vision_models import save_vision_model
+
+# A critic on real gloo ranks: what is learned depends on neither ranks nor micro-batches, and survives a save.
+
+
+CRITIC_KEYS = {f"critic/{name}" for name in ("loss", "explained_variance", "values_mean", "returns_mean", "grad_norm")}
+
+
+def train(model: Path, out: Path, ranks: int, *arguments: str) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
+    """Run ``critic_worker`` on ``ranks`` processes."""
+    run_ranks("tests.contracts.trainer.workers.critic", str(model), str(out), *arguments, ranks=ranks, timeout_s=120)
+    return load_file(out / "tensors.safetensors"), json.loads((out / "metrics.json").read_text())
+
+
+@pytest.mark.thinned("kind", 2)
+@pytest.mark.parametrize(("kind", "correction"), [("own", "bypass_ppo_clip"), ("shared", "decoupled_token_is")])
+def test_both_models_learn_the_same_on_any_ranks(
+    model_folder: Path, tmp_path: Path, kind: str, correction: str
+) -> None:
+    whole, metrics = train(model_folder, tmp_path / "one", 1, "10000", kind, correction)
+    split, split_metrics = train(model_folder, tmp_path / "two", 2, "60", kind, correction)
+    # Four steps of two mini-batches each.
+    assert_trained_alike(split, whole, rate=1e-3, steps=8, layers=LAYERS, terms=TERMS)
+    for one, two in zip(metrics, split_metrics, strict=True):
+        for name in ("batch/token_imbalance", "batch/work_imbalance"):
+            assert one.pop(name) == 0.0 <= two.pop(name)  # of one rank, and of two
+        assert one == pytest.approx(two, rel=1e-3, abs=1e-4)
+
+    for tensors in (whole, split):
+        for name in (n.removeprefix("kept.") for n in tensors if n.startswith("kept.")):
+            assert tensors[f"kept.{name}"].equal(tensors[f"loaded.{name}"]), f"{name} did not survive the disk"
+    heads = {name for name in whole if name.startswith("kept.") and "value_head" in name}
+    owner = "critic" if kind == "own" else "."
+    assert heads == {f"kept.{owner}.value_head.weight", f"kept.{owner}.value_head.bias"}
+    assert all(whole[name].any() for name in heads)
+    expected = CRITIC_KEYS if kind == "own" else CRITIC_KEYS - {"critic/grad_norm"}
+    assert all({k for k in step if k.startswith("critic/")} == expected for step in metrics)
+
+
+@pytest.mark.slow
+def test_a_process_reward_model_learns_the_same_on_any_ranks_and_survives_a_save(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    whole, metrics = train(model_folder, tmp_path / "one", 1, "10000", "process", "decoupled_token_is")
+    split, split_metrics = train(model_folder, tmp_path / "two", 2, "60", "process", "decoupled_token_is")
+    assert_trained_alike(split, whole, rate=1e-3, steps=8, layers=LAYERS, terms=TERMS)
+    for one, two in zip(metrics, split_metrics, strict=True):
+        for name in ("accuracy", "loss", "process_reward_mean", "grad_norm"):
+            assert one[f"critic/{name}"] == pytest.approx(two[f"critic/{name}"], rel=1e-3, abs=1e-4)
+    kept = {name.removeprefix("kept.") for name in whole if name.startswith("kept.")}
+    assert any(name.startswith("critic.") for name in kept) and not any("value_head" in name for name in kept)
+    for tensors in (whole, split):
+        for name in kept:
+            assert tensors[f"kept.{name}"].equal(tensors[f"loaded.{name}"]), f"{name} did not survive the disk"
+
+
+def test_the_policy_stands_still_while_its_critic_warms_up(model_folder: Path, tmp_path: Path) -> None:
+    _, metrics = train(model_folder, tmp_path, 1, "10000", "own", "bypass_ppo_clip")
+    assert [step["loss/grad_norm"] > 0 for step in metrics] == [False, True, True]
+    assert all(step["critic/grad_norm"] > 0 for step in metrics)
+    assert metrics[0]["critic/values_mean"] == 0.0, "a new head says 0"
+    assert metrics[0]["correction/logprob_diff_max"] > 0, "the policy is still compared with the engines"
+
+
+# Ranks of which only one has images: what they learn together is what one rank learns.
+
+
+# Two steps show that no rank waits for gradients that another lacks, in packed rows and in padded ones.
+@pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_a_rank_without_images_trains_the_tower_too(family: str, tmp_path: Path) -> None:
+    save_vision_model(family, tmp_path / "model")
+    weights = []
+    for ranks in (1, 2):
+        out = tmp_path / f"{ranks}.safetensors"
+        module = "tests.contracts.trainer.workers.images"
+        run_ranks(module, family, str(tmp_path / "model"), str(out), ranks=ranks, timeout_s=120)
+        weights.append(load_file(out))
+    # Each of the two micro-batches has fewer tokens than 400.
+    assert_trained_alike(weights[1], weights[0], rate=RATE, steps=STEPS, layers=2, terms=400)
+
+
+# Muon on gloo ranks does what torch's own does with whole matrices in one process, and continues bit by bit.
+
+
+MUON_RATE, DECAY = TRAINING["learning_rate"], TRAINING["weight_decay"]
+
+
+def expected(first: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What torch's Muon and AdamW make of whole weights; every expert is a matrix of its own."""
+    whole = {name: tensor.clone() for name, tensor in first.items()}
+    is_matrix = {name: ".layers." in name and tensor.dim() > 1 for name, tensor in whole.items()}
+    parts = {
+        name: [part.requires_grad_() for part in (tensor.unbind() if tensor.dim() == 3 else [tensor])]
+        for name, tensor in whole.items()
+    }
+    muon = torch.optim.Muon(
+        [part for name in whole if is_matrix[name] for part in parts[name]],
+        lr=MUON_RATE,
+        weight_decay=DECAY,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    others = [part for name in whole if not is_matrix[name] for part in parts[name]]
+    adamw = torch.optim.AdamW(others, lr=MUON_RATE, weight_decay=DECAY, betas=(0.9, 0.95), fused=True)
+    for step in range(MUON_STEPS):
+        for name, tensor in whole.items():
+            gradient = gradient_of(step, name, tensor.shape)
+            for part, of in zip(parts[name], gradient.unbind() if tensor.dim() == 3 else [gradient], strict=True):
+                part.grad = of
+        muon.step()
+        adamw.step()
+    return {name: torch.stack(those) if len(those) > 1 else those[0].detach() for name, those in parts.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "options"),
+    [
+        # Two ranks have whole experts of the one, and rows of each expert of the other.
+        pytest.param("qwen3-moe", 2, {}, marks=pytest.mark.slow),
+        ("qwen3-moe-odd", 2, {}),
+        pytest.param("qwen3-moe-odd", 4, {"replicas": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_twenty_steps_are_those_of_whole_matrices(
+    tmp_path: Path, family: str, ranks: int, options: dict[str, Any]
+) -> None:
+    make_model(family, tmp_path / "model")
+    out = tmp_path / "found.safetensors"
+    arguments = [str(tmp_path / "model"), str(out), json.dumps(options)]
+    run_ranks("tests.contracts.trainer.workers.muon", *arguments, ranks=ranks)
+    found = load_file(out)
+
+    def kind(of: str) -> dict[str, Tensor]:
+        return {key.partition("|")[2]: tensor for key, tensor in found.items() if key.startswith(f"{of}|")}
+
+    right = expected(kind("first"))
+    moments = kind("momentum_buffer")
+    assert moments.keys() == {name for name, tensor in right.items() if ".layers." in name and tensor.dim() > 1}
+    assert moments.keys().isdisjoint(kind("exp_avg")) and (moments | kind("exp_avg")).keys() == right.keys()
+    for name, tensor in kind("last").items():
+        assert tensor.equal(right[name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_resumed_run_continues_bit_by_bit_on_any_ranks(model_folder: Path, tmp_path: Path) -> None:
+    through, halves = tmp_path / "through", tmp_path / "halves"
+    for root in (through, halves):
+        root.mkdir()
+    go_on(model_folder, through, 2, 0, 2, optimizer="muon")
+    go_on(model_folder, halves, 2, 0, 1, optimizer="muon")
+    saved = load_file(halves / "saved-2.safetensors")
+    go_on(model_folder, halves, 1, 1, 1, optimizer="muon")
+    assert same(saved, load_file(halves / "loaded-1.safetensors"))
+    assert any(name.endswith("|momentum_buffer") and tensor.any() for name, tensor in saved.items())
+    go_on(model_folder, halves, 2, 1, 2, optimizer="muon")
+    assert same(load_file(through / "saved-2.safetensors"), load_file(halves / "saved-2.safetensors"))
