@@ -9,18 +9,19 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 import psutil
 import pytest
+
+from rl_async.launcher.cli.__main__ import main
 from rl_async.process.http_auth import bearer, run_token
+from rl_async.recording import files_of_step, read_trajectories
 from tests.e2e import command
 from tests.e2e.command import HARDLY_WARM, RL_ASYNC, succeed
 from tests.e2e.small_runs import APART
 from tests.support.forked import Forked
 from tests.support.ports import free_port
-import numpy as np
-from rl_async.launcher.cli.__main__ import main
-from rl_async.recording import files_of_step, read_trajectories
-from tests.e2e.command import succeed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -224,7 +225,6 @@ def test_a_run_goes_on_without_an_engine_that_stands_still_most_of_the_time(work
 
 
 # The presets of images: `vision` learns to read digits in both modes, and nothing from noise; `grid` uses a tool.
-
 
 
 def held_out(folder: Path) -> list[float]:

@@ -1,16 +1,18 @@
 """Whole runs of a game of two roles: played in a host, trained and audited, and trained again from its record."""
 
 import json
+import re
+import tarfile
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+
 import pytest
+
 from rl_async.messages import Trajectory, by_role
 from rl_async.recording import read_trajectories
-from tests.e2e.command import HARDLY_WARM, succeed
-import re
-import tarfile
 from tests.e2e import command
+from tests.e2e.command import HARDLY_WARM, succeed
 
 GAME = """
 from rl_async.agent_loop.step import Step
@@ -80,7 +82,6 @@ def test_each_role_of_a_game_is_trained_and_can_be_trained_again(workplace: Path
 
 
 # Whole commands beside a plain launch: `eval` and `compare`, a pretrained start, a run of an earlier version.
-
 
 
 @pytest.mark.e2e

@@ -2,27 +2,27 @@
 
 import gzip
 import json
+import os
+import re
+import shutil
+import signal
+import subprocess
 import time
+import urllib.parse
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
 import pytest
+
 from rl_async.process.role import py_spy
 from rl_async.process.run_files import PHASES
 from tests.chaos.agents.kinds import TASKS
 from tests.chaos.agents.loop import write_tasks
 from tests.e2e.command import HARDLY_WARM, call, start, succeed
 from tests.support.forked import Forked
-import os
-import re
-import shutil
-import signal
-import subprocess
-import urllib.parse
-import urllib.request
-from tests.e2e.command import HARDLY_WARM, start
 from tests.support.ports import free_port
-
 
 LOOP = Path(__file__).parents[1] / "chaos" / "agents" / "loop.py"
 SMALL = [
@@ -152,13 +152,17 @@ def queries(run: str) -> list[str]:
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.timeout(360)
-def test_prometheus_scrapes_every_process_and_answers_the_dashboard(workplace: Path, prometheus_launched: Forked) -> None:
+def test_prometheus_scrapes_every_process_and_answers_the_dashboard(
+    workplace: Path, prometheus_launched: Forked
+) -> None:
     prometheus, deadline = Prometheus(workplace, "watched"), time.monotonic() + 240
     try:
         up, silent, killed = set[str](), set(queries("watched")), False
         assert len(silent) > 25
         while (up != PROCESSES or silent) and time.monotonic() < deadline:
-            assert prometheus_launched.poll() is None, (workplace / "runs" / "watched" / "logs" / "launcher.log").read_text()
+            assert prometheus_launched.poll() is None, (
+                workplace / "runs" / "watched" / "logs" / "launcher.log"
+            ).read_text()
             time.sleep(1)
             up = {sample["metric"]["name"] for sample in prometheus.query("up == 1")}
             silent = {text for text in silent if not prometheus.query(text)}

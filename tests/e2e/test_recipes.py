@@ -1,20 +1,22 @@
 """The recipe of a search agent, whole: data, warm start, training and audit."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
-from statistics import mean
-import pytest
-from rl_async.recording import read_trajectories
-from tests.e2e.command import succeed
 import os
 import signal
+import subprocess
+import sys
 import textwrap
 import time
 from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
 import rl_async
 from rl_async.process.kernel import ENDED, state_of
+from rl_async.recording import read_trajectories
+from tests.e2e.command import succeed
 from tests.e2e.small_runs import SMALL, STEPS, Run, assert_complete, finish, roles_left
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]

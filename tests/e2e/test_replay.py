@@ -3,30 +3,32 @@
 import hashlib
 import json
 import shutil
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import msgspec
 import pytest
 from safetensors.torch import load_file
 from torch import Tensor
+
 from rl_async.configs.load import dump
 from rl_async.configs.schema.algorithm import AlgorithmConfig, CriticConfig
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import DebugConfig, RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
-from rl_async.recording import write_trajectories
-from rl_async.trainer.checkpoints import list_checkpoints
-from tests.conftest import make_rows
-from tests.support.forked import Forked
-from tests.e2e.command import HARDLY_WARM, call, succeed
-import subprocess
-import sys
-from collections.abc import Iterator
-import msgspec
 from rl_async.insight.timeline import DETAILED
 from rl_async.messages import Activity
 from rl_async.process.run_files import TIMELINE_FOLDER, Entered
+from rl_async.recording import write_trajectories
+from rl_async.trainer.checkpoints import list_checkpoints
+from tests.conftest import make_rows
 from tests.e2e.browser import Tab
+from tests.e2e.command import HARDLY_WARM, call, succeed
+from tests.support.forked import Forked
 from tests.support.recordings import conversation, make_run, write_step
 
 pytestmark = pytest.mark.e2e
@@ -193,7 +195,12 @@ def test_a_missing_batch_is_one_clear_error(recorded: Path, model_folder: Path, 
 
 TRAINED_AGAIN_STEPS = 3
 SMALL = [
-    *("data.train_batch_groups=2", "rollout.group_size=4", f"trainer.steps={TRAINED_AGAIN_STEPS}", "trainer.checkpoint_every=2"),
+    *(
+        "data.train_batch_groups=2",
+        "rollout.group_size=4",
+        f"trainer.steps={TRAINED_AGAIN_STEPS}",
+        "trainer.checkpoint_every=2",
+    ),
     *("eval.every=0", "eval.tasks=4", "queue.max_staleness=1", *HARDLY_WARM),
 ]
 OTHERWISE = (  # metrics of what is not trained: times, places, and what engines and tools did meanwhile
@@ -279,7 +286,13 @@ def tab(browser: Any, address: str) -> Iterator[Tab]:
 def diagnosed(tab: Tab, updates: list[dict[str, Any]], seen: dict[str, Any]) -> None:
     """Answer what doctor would see: the recorded run has no processes that could be observed."""
     nothing = {"processes": [], "ranks": [], "queue": None, "engines": [], "trouble": [], "launcher": None}
-    observation = {**nothing, "steps": RECORDED_PAGES_STEPS, "steps_done": RECORDED_PAGES_STEPS, "usual_step_s": None, **seen}
+    observation = {
+        **nothing,
+        "steps": RECORDED_PAGES_STEPS,
+        "steps_done": RECORDED_PAGES_STEPS,
+        "usual_step_s": None,
+        **seen,
+    }
     verdict = {"health": "over", "findings": [], "waits": []}
     told = {"at": BEGAN, "updates": updates, "verdict": verdict, "observation": observation}
     tab.page.route("**/diagnosis", lambda route: route.fulfill(json=told))

@@ -1,22 +1,27 @@
 """The documentation site builds strictly, has what it is generated from, and fetches nothing from elsewhere."""
 
+import functools
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
-from importlib.util import find_spec
-from pathlib import Path
-import pytest
-from rl_async.configs.explain import all_keys, struct_at
-from rl_async.launcher.cli.__main__ import COMMANDS
-import functools
 import threading
 from collections.abc import Iterator
+from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
+
+import pytest
+
+from rl_async.configs.explain import all_keys, struct_at
+from rl_async.launcher.cli.__main__ import COMMANDS
 from tests.e2e.browser import SIZES
 
-pytestmark = [pytest.mark.e2e, pytest.mark.skipif(find_spec("zensical") is None, reason="install it with pip install 'rl-async[docs]'")]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(find_spec("zensical") is None, reason="install it with pip install 'rl-async[docs]'"),
+]
 
 
 ROOT = Path(__file__).parents[3]

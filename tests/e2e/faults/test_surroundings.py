@@ -2,6 +2,7 @@
 machine is suspended.
 """
 
+import gzip
 import json
 import os
 import pty
@@ -10,15 +11,14 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+
 import psutil
 import pytest
-from tests.e2e.command import RL_ASYNC, succeed
-from tests.e2e.small_runs import SMALL, metrics
-import gzip
-from collections.abc import Iterator
-from tests.e2e.command import HARDLY_WARM, start, succeed
-from tests.e2e.small_runs import finish
+
+from tests.e2e.command import HARDLY_WARM, RL_ASYNC, start, succeed
+from tests.e2e.small_runs import SMALL, finish, metrics
 from tests.support.forked import Forked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]

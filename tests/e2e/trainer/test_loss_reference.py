@@ -3,15 +3,19 @@
 The reference knows nothing of the trainer: row by row, token by token, from the recorded trajectories and the model.
 """
 
+import importlib.util
 import json
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+
 from rl_async.configs.load import dump
 from rl_async.configs.schema.algorithm import AlgorithmConfig, CorrectionOptions
 from rl_async.configs.schema.data import DataConfig, ModelConfig
@@ -20,12 +24,9 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.messages import Sampling, Trajectory
 from rl_async.recording import write_trajectories
 from tests.conftest import make_rows
-from tests.support.forked import run_ranks
-import importlib.util
-from collections.abc import Sequence
-from typing import Any
 from tests.e2e.command import HARDLY_WARM, succeed
 from tests.e2e.small_runs import APART
+from tests.support.forked import run_ranks
 
 pytestmark = pytest.mark.e2e
 

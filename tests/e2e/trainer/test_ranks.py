@@ -1,10 +1,14 @@
 """Two trainer ranks: a lost one ends the other with a clear message; asked to stop, both save and end well."""
 
+import importlib.util
 import json
 import signal
 import time
 from pathlib import Path
+
 import pytest
+from safetensors.torch import load_file
+
 from rl_async.configs.load import dump
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import DebugConfig, RunConfig
@@ -12,11 +16,9 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.recording import write_trajectories
 from rl_async.trainer.checkpoints import damage_of, list_checkpoints, read_state
 from tests.conftest import make_rows
-from tests.support.forked import Forked, start_ranks
-import importlib.util
-from safetensors.torch import load_file
 from tests.e2e.command import HARDLY_WARM, succeed
 from tests.e2e.small_runs import APART
+from tests.support.forked import Forked, start_ranks
 
 pytestmark = pytest.mark.e2e
 
@@ -106,9 +108,9 @@ SMALL = [
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(
-        importlib.util.find_spec("peft") is None,
-        reason="PEFT is not here; install it with pip install 'rl-async[lora]'",
-    )
+    importlib.util.find_spec("peft") is None,
+    reason="PEFT is not here; install it with pip install 'rl-async[lora]'",
+)
 @pytest.mark.parametrize(
     ("mode", "sync"),
     [("disaggregated", "delta=true"), ("colocated", "adapters=add"), ("disaggregated", "adapters=auto")],

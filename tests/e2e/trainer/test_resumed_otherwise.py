@@ -1,20 +1,18 @@
 """A run that is resumed again and again, each time with other settings, takes what docs/explanation/trainer.md says."""
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-import pytest
-from rl_async.configs.load import load_resolved
-from tests.e2e.command import HARDLY_WARM, call, succeed
-from tests.e2e.small_runs import metrics
 import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from rl_async.configs.load import load_config
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_async.configs.load import load_config, load_resolved
 from rl_async.errors import EXIT_FAILED
 from rl_async.launcher.run_folder import create
 from rl_async.process.http_auth import make_tokens
@@ -24,7 +22,8 @@ from rl_async.trainer.checkpoints import damage_of, list_checkpoints
 from rl_async.transfer_queue.auth.keys import provide_keys
 from tests.chaos.history import Expected, problems
 from tests.e2e import command
-from tests.e2e.command import HARDLY_WARM
+from tests.e2e.command import HARDLY_WARM, call, succeed
+from tests.e2e.small_runs import metrics
 from tests.support.forked import Forked
 from tests.support.ports import free_port
 
