@@ -20,10 +20,8 @@ from rl_async.process import http_server
 from rl_async.process.http_auth import Access
 from rl_async.process.http_server import HEAD_BYTES, application, read_body, server_of
 from tests.conftest import make_model
-from tests.fuzz.http import Fuzzer, Heard, tokenizer
-from tests.fuzz.http_attacks import Attack, ask, judge
-from tests.fuzz.http_servers import Served, Target, targets
-from tests.support.effort import examples
+from tests.fuzz.http import Attack, Fuzzer, HeardLogs, Served, Target, ask, judge, targets, tokenizer
+from tests.support.seed import examples
 
 TOKEN = "t" * 43
 MOST = 1000
@@ -156,13 +154,13 @@ NAMES = ("gateway", "engine", "reward model", "metrics")
 
 
 @pytest.fixture(scope="module")
-def heard() -> Iterator[Heard]:
-    with Heard() as listening:
+def heard() -> Iterator[HeardLogs]:
+    with HeardLogs() as listening:
         yield listening
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, heard: Heard) -> Iterator[dict[str, Target]]:
+def served(tmp_path_factory: pytest.TempPathFactory, heard: HeardLogs) -> Iterator[dict[str, Target]]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with targets(make_model(tmp_path_factory.mktemp("model")), tokenizer()) as found:
@@ -172,7 +170,9 @@ def served(tmp_path_factory: pytest.TempPathFactory, heard: Heard) -> Iterator[d
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", NAMES)
-def test_hostile_requests_change_nothing_for_a_valid_client(served: dict[str, Target], heard: Heard, name: str) -> None:
+def test_hostile_requests_change_nothing_for_a_valid_client(
+    served: dict[str, Target], heard: HeardLogs, name: str
+) -> None:
     fuzzer = Fuzzer(served[name], heard)
     for number in range(examples(60)):
         try:

@@ -19,8 +19,7 @@ from rl_async.trainer.batches import Batch, plan_batch
 from rl_async.trainer.update import update
 from rl_async.weight_sync.buckets import unpack
 from tests.conftest import make_rows
-from tests.support.weights import make_buckets
-from tests.support.whole_weights import whole_weights
+from tests.support.weights import make_buckets, whole_weights
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,7 +13,7 @@ from rl_async.trainer.backend import Outputs
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.packing import Tensors, collate
 from tests.conftest import make_rows
-from tests.support.whole_weights import whole_weights
+from tests.support.weights import whole_weights
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,7 +10,7 @@ from PIL import Image
 
 from rl_async.errors import DataError
 from rl_async.picture_decoder import Decoder, Want
-from tests.support.vision_models import drawing
+from tests.support.tiny_models import drawing
 
 
 def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:

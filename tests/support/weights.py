@@ -4,14 +4,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rl_async.configs.schema.trainer import WeightSyncConfig
+from rl_async.trainer.backend import Backend
 from rl_async.weight_sync.buckets import HIGH, LOW, Bucket, add, allocate_buckets, dtype_name
-from rl_async.weight_sync.layout import Layout, TensorSpec, fsdp2, slices, whole
+from rl_async.weight_sync.layout import Layout, Shard, TensorSpec, fsdp2, slices, whole
 from rl_async.weight_sync.protocol import InitInfo
 from rl_async.weight_sync.receiver import Assembler, WeightReceiver
-from rl_async.weight_sync.reshard import ShardedWeights
+from rl_async.weight_sync.reshard import PointToPoint, ShardedWeights, plan, reshard
 from rl_async.weight_sync.sender import Outlet, OutletServer, RankShards, RemoteOutlet
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
 
@@ -121,3 +123,26 @@ def merged(
         else (name, weight)
         for name, weight in weights
     ]
+
+
+# Whole weights of a backend on every rank, for tests that compare them.
+
+
+BUCKET, DEADLINE_S = 1 << 20, 60.0
+
+
+def whole_weights(backend: Backend) -> dict[str, Tensor]:
+    """Copies, by name, in the type in which they travel. A collective."""
+    layout, held = backend.sharded_weights()
+    ranks = range(dist.get_world_size())
+    everywhere = {
+        name: tuple(Shard(rank, whole(spec.shape)) for rank in ranks) for name, spec in layout.tensors.items()
+    }
+    found = {
+        (name, whole(spec.shape)): torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=backend.device)
+        for name, spec in layout.tensors.items()
+    }
+    made = plan(layout, Layout(layout.tensors, everywhere), BUCKET)
+    wire = PointToPoint(dist.HashStore(), device=backend.device)
+    reshard(made, dist.get_rank(), held, found, wire, DEADLINE_S)
+    return {name: tensor for (name, _), tensor in found.items()}

@@ -46,8 +46,7 @@ from tests.chaos.host.proxy import Proxy
 from tests.chaos.host.whole_run import KINDS as WHOLE_KINDS
 from tests.chaos.host.whole_run import NAMES, Fault, Kind
 from tests.chaos.run import NO_NAMESPACES, RUN_KINDS, all_faults
-from tests.fuzz.queue_messages import requests, trajectory
-from tests.fuzz.queue_servers import CheckedQueue, Keys
+from tests.fuzz.queue import CheckedQueue, Keys, requests, trajectory
 from tests.support.queue import lost, stale, twice, whole_lines
 
 # Which processes a chaos run of agents strikes, and how it tells what is left behind.

@@ -26,7 +26,7 @@ from rl_async.trainer.model import MODEL_FOLDER
 from rl_async.trainer.pretrained import StoredWeights
 from tests.contracts.backends.models import TRAINING, whole_batch
 from tests.contracts.backends.worker import exported, step
-from tests.support.whole_weights import whole_weights
+from tests.support.weights import whole_weights
 
 RATE = 1e-6  # far below the last bit of a bfloat16 weight of 0.1, which is 5e-4
 STEPS = 3

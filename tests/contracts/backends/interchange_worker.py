@@ -16,7 +16,7 @@ from rl_async.trainer.backend import Backend
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from tests.contracts.backends.models import ROUNDED, TRAINING, assert_alike
 from tests.contracts.backends.worker import make, step
-from tests.support.whole_weights import whole_weights
+from tests.support.weights import whole_weights
 
 
 def saved(backend: Backend, folder: Path) -> Path:

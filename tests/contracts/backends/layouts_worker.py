@@ -17,7 +17,7 @@ from rl_async.trainer.backend import Backend
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from tests.contracts.backends.models import STEPS, TRAINING
 from tests.contracts.backends.worker import step
-from tests.support.whole_weights import whole_weights
+from tests.support.weights import whole_weights
 
 
 def make(options: dict[str, object], dtype: str, model: str) -> Backend:

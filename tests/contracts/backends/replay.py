@@ -18,7 +18,7 @@ from torch import Tensor
 from rl_async.trainer.packing import Tensors
 from tests.contracts.backends.models import TRAINING, cell_rows, loss_of, micro_batches, whole_batch
 from tests.contracts.backends.worker import ENTROPY, make
-from tests.support.whole_weights import whole_weights
+from tests.support.weights import whole_weights
 
 LAYERS, EXPERTS, CHOSEN = 4, 4, 2
 

@@ -25,8 +25,7 @@ from rl_async.weight_sync.transports.ipc import SharedMemorySender
 from tests.conftest import VOCAB
 from tests.contracts.engines.engine_peers import Peer, running
 from tests.support.rounding import pass_rounding, unit_roundoff
-from tests.support.weights import make_buckets
-from tests.support.whole_weights import whole_weights
+from tests.support.weights import make_buckets, whole_weights
 
 # Log-probabilities at temperature 0.7 of a fresh model are about log(VOCAB) / 0.7; sums are over its MLP or vocabulary.
 ROUNDED = pass_rounding(2 * math.log(VOCAB) / 0.7, layers=2, terms=VOCAB)

@@ -19,7 +19,7 @@ from rl_async.errors import TrainingDiverged
 from rl_async.trainer.backend import Backend, Outputs
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from tests.contracts.backends.models import STEPS, TRAINING, cell_rows, loss_of, micro_batches, whole_batch
-from tests.support.whole_weights import whole_weights
+from tests.support.weights import whole_weights
 
 ENTROPY = frozenset({"entropy"})
 

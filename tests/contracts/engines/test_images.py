@@ -25,7 +25,7 @@ from tests.contracts.engines.conftest import Connect
 from tests.contracts.engines.engine_peers import Peer, paused, running
 from tests.contracts.engines.engine_weights import publish, send
 from tests.support.rounding import PlainPass
-from tests.support.vision_models import drawing, save_vision_model
+from tests.support.tiny_models import drawing, save_vision_model
 
 # vLLM takes minutes to start on a busy machine.
 pytestmark = pytest.mark.timeout(600)

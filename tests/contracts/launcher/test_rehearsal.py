@@ -13,7 +13,7 @@ from rl_async.configs.load import load_config
 from rl_async.errors import ConfigError, RlAsyncError
 from rl_async.launcher.cli.__main__ import main
 from rl_async.launcher.runs.rehearsal import rehearse, rehearse_here
-from tests.support.vision_models import drawing, save_vision_model
+from tests.support.tiny_models import drawing, save_vision_model
 
 # Without torch where it is not needed: the processes of rewards import this, too.
 MINE = """

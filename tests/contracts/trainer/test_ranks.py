@@ -17,7 +17,7 @@ from tests.contracts.trainer.workers.muon import STEPS as MUON_STEPS
 from tests.contracts.trainer.workers.muon import TRAINING, gradient_of
 from tests.support.forked import run_ranks
 from tests.support.rounding import assert_trained_alike
-from tests.support.vision_models import save_vision_model
+from tests.support.tiny_models import save_vision_model
 
 # A critic on real gloo ranks: what is learned depends on neither ranks nor micro-batches, and survives a save.
 

@@ -43,8 +43,7 @@ from rl_async.trainer.records import append_trained
 from rl_async.transfer_queue.client import parcel
 from rl_async.transfer_queue.images import MARK, MOST_IMAGES, as_parts, images_of
 from tests.conftest import VOCAB, make_rows
-from tests.support.tiny_models import byte_tokenizer
-from tests.support.vision_models import drawing, vision_tokenizer
+from tests.support.tiny_models import byte_tokenizer, drawing, vision_tokenizer
 from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config
 from tests.unit.rl_async.test_pictures import oracle, saved
 

@@ -22,7 +22,7 @@ from rl_async.launcher.cli.__main__ import main
 from rl_async.messages import Explanation, Media, RuleRun, Trajectory, Turn
 from rl_async.recording import images_file, write_trajectories
 from tests.conftest import make_rows
-from tests.support.vision_models import drawing
+from tests.support.tiny_models import drawing
 
 
 def words(ids: Sequence[int]) -> str:

@@ -39,8 +39,7 @@ from rl_async.launcher.sources import (
 from rl_async.trainer.model import build_headed
 from tests.support.configs import float32_config
 from tests.support.families import config_of
-from tests.support.tiny_gguf import TEMPLATE, write_gguf
-from tests.support.vision_models import save_vision_model
+from tests.support.tiny_models import TEMPLATE, save_vision_model, write_gguf
 
 COMMIT, LATER = "a" * 40, "b" * 40
 

@@ -35,7 +35,7 @@ from rl_async.errors import DataError, UserError
 from rl_async.picture_decoder import MEMORY_BYTES, MOST_BYTES, Decoder, Want
 from rl_async.pictures import FAMILIES, PictureProcessor, read_picture
 from tests.support.hostile_images import HOSTILE, encoded, png
-from tests.support.vision_models import IMAGE, drawing, image_processor, vision_config, vision_tokenizer
+from tests.support.tiny_models import IMAGE, drawing, image_processor, vision_config, vision_tokenizer
 
 
 def saved(family: str, folder: Path) -> PictureProcessor:

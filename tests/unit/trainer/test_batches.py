@@ -43,10 +43,9 @@ from rl_async.trainer.ranks import DataParallel, StopRequest, pure_data_parallel
 from rl_async.trainer.records import Recorder
 from rl_async.transfer_queue.client import announced_rows, parcel
 from tests.conftest import make_rows
-from tests.support.batches import whole_batch
+from tests.support.batches import by_borders, whole_batch
 from tests.support.families import COMMON, SPECIAL
 from tests.support.rounding import assert_near, rounding
-from tests.support.varlen import by_borders
 
 
 class SourceQueue:

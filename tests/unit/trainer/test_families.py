@@ -48,8 +48,8 @@ from tests.support.rounding import (
     to_float64,
     unit_roundoff,
 )
-from tests.support.vision_models import IMAGE, drawing, save_vision_model, vision_tokenizer
-from tests.support.whole_weights import whole_weights
+from tests.support.tiny_models import IMAGE, drawing, save_vision_model, vision_tokenizer
+from tests.support.weights import whole_weights
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -27,7 +27,7 @@ from rl_async.trainer.finetune.chat_rows import (
 from rl_async.trainer.finetune.loop import collate, is_measured, keep_lines
 from rl_async.trainer.finetune.reward_model import PairTraining, TokenPair, accuracy, bradley_terry, train_pairs
 from rl_async.trainer.finetune.warm_start import Plateau, next_check
-from tests.support.vision_models import drawing, save_vision_model
+from tests.support.tiny_models import drawing, save_vision_model
 
 # Encoded conversations: what is mapped is what was written, and every epoch trains each of them once.
 

@@ -24,8 +24,8 @@ from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.model import LogitHead, _add_product, apply_liger, head_logits, token_stats
 from rl_async.trainer.packing import Tensors
 from tests.conftest import VOCAB as MODEL_VOCAB
+from tests.support.batches import by_borders
 from tests.support.rounding import assert_near, rounding
-from tests.support.varlen import by_borders
 
 ROWS, HIDDEN, VOCAB = 7, 5, 11
 FORMS = [LogitForm(), LogitForm(scale=0.25), LogitForm(softcap=1.5), LogitForm(scale=3.0, softcap=2.0)]

@@ -22,7 +22,7 @@ from rl_async.trainer.fsdp2 import Fsdp2Backend
 from tests.conftest import VOCAB
 from tests.contracts.backends.models import loss_of, make_model, micro_batches, whole_batch
 from tests.support.rounding import allowance, assert_near, in_float64, to_float64
-from tests.support.whole_weights import whole_weights
+from tests.support.weights import whole_weights
 
 peft = pytest.importorskip("peft", reason="install it with pip install 'rl-async[lora]'")
 pytestmark = [

@@ -55,7 +55,7 @@ from tests.support.rounding import (
     unit_roundoff,
 )
 from tests.support.tiny_models import pickled, sparse_model
-from tests.support.whole_weights import whole_weights
+from tests.support.weights import whole_weights
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

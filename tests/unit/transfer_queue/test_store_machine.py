@@ -11,8 +11,8 @@ from rl_async.transfer_queue.book import EVAL_GROUPS, OpenCounts, State
 from rl_async.transfer_queue.delivery import Counted, numbered
 from rl_async.transfer_queue.store import Store
 from tests.simulation.world import simulate
-from tests.support.effort import examples
 from tests.support.queue import easy_or_hard
+from tests.support.seed import examples
 from tests.unit.transfer_queue.history import (
     BATCH,
     LEASE_S,

@@ -48,8 +48,8 @@ from rl_async.weight_sync.transports.disk import DiskSender
 from rl_async.weight_sync.transports.interface import bucket_device
 from rl_async.weight_sync.transports.ipc import SharedMemoryReceiver, SharedMemorySender, new_segment
 from rl_async.weight_sync.transports.process_groups import GlooReceiver, GlooSender, NcclSender
-from tests.support.effort import examples
 from tests.support.rounding import assert_near, rounding
+from tests.support.seed import examples
 from tests.support.weights import Received, adapters, make_buckets, merged
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.int64, torch.bool]

@@ -44,8 +44,8 @@ from rl_async.weight_sync.reshard import (
     reshard,
     split_fused,
 )
-from tests.support.effort import examples
 from tests.support.resharding import SharedMemoryWire, figures
+from tests.support.seed import examples
 from tests.support.weights import make_buckets
 from tests.unit.weight_sync.models import specs
 

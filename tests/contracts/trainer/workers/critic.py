@@ -23,7 +23,7 @@ from rl_async.trainer.export import WHOLE
 from rl_async.trainer.model import MODEL_FOLDER, VALUE_HEAD_FILE
 from rl_async.trainer.update import update
 from tests.conftest import make_rows
-from tests.support.whole_weights import whole_weights
+from tests.support.weights import whole_weights
 
 CRITICS = {
     "own": CriticConfig(learning_rate=1e-3, warmup_steps=1),

@@ -15,7 +15,7 @@ from rl_async.trainer.batches import Batch, plan_batch
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.update import update
 from tests.conftest import make_rows
-from tests.support.whole_weights import whole_weights
+from tests.support.weights import whole_weights
 
 if __name__ == "__main__":
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

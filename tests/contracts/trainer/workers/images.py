@@ -11,7 +11,7 @@ from torch import Tensor
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.backend import Outputs
 from rl_async.trainer.fsdp2 import Fsdp2Backend
-from tests.support.whole_weights import whole_weights
+from tests.support.weights import whole_weights
 from tests.unit.trainer.test_families import ROWS, row
 from tests.unit.trainer.test_families import image_batch as batch
 

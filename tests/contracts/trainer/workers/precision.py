@@ -13,7 +13,7 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from tests.contracts.backends.models import ROWS, loss_of, micro_batches
 from tests.support.rounding import assert_near, rounding
-from tests.support.whole_weights import whole_weights
+from tests.support.weights import whole_weights
 
 RATE = 1e-6  # far below the last bit of a bfloat16 weight of 0.1, which is 5e-4
 

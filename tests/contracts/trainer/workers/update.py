@@ -19,7 +19,7 @@ from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.batches import Batch, plan_batch
 from rl_async.trainer.update import update
 from tests.conftest import make_rows
-from tests.support.whole_weights import whole_weights
+from tests.support.weights import whole_weights
 
 RATE, STEPS = 1e-3, 6  # three batches of two mini-batches
 

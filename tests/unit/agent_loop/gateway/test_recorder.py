@@ -34,7 +34,7 @@ from rl_async.agent_loop.gateway.server import Ending, Program
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.messages import Version, VersionRun
 from rl_async.rollout_server.api import GenerateResult, Routes
-from tests.support.effort import examples
+from tests.support.seed import examples
 from tests.support.tiny_models import byte_tokenizer
 from tests.unit.agent_loop.fakes import ScriptedEngine, leased
 from tests.unit.agent_loop.gateway.fakes import FakeQueue, ask, begin, gateway

@@ -36,7 +36,7 @@ from rl_async.agent_loop.tools.tool import CallableTool, ToolResult, marked_as_c
 from rl_async.configs.schema.rollout import McpServerConfig
 from rl_async.errors import ConfigError, McpServerLost
 from rl_async.transfer_queue.images import MARK
-from tests.support.vision_models import drawing
+from tests.support.tiny_models import drawing
 from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config
 
 

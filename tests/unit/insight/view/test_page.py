@@ -46,9 +46,9 @@ from rl_async.process.http_server import server_of
 from rl_async.process.run_files import beat
 from rl_async.recording import evaluation_file, images_file, write_trajectories
 from tests.conftest import make_rows
-from tests.fuzz.http_servers import Served
+from tests.fuzz.http import Served
 from tests.support.recordings import HOSTILE, conversation, make_run, write_evaluation, write_step
-from tests.support.vision_models import drawing
+from tests.support.tiny_models import drawing
 
 
 def append(path: Path, *records: dict[str, float | None]) -> None:

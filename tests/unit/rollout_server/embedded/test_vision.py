@@ -23,7 +23,7 @@ from rl_async.rollout_server.embedded.vision import SERVED_WITH_IMAGES, PlacedIm
 from rl_async.trainer.images import lay_images
 from rl_async.trainer.packing import collate
 from tests.support.rounding import PlainPass
-from tests.support.vision_models import drawing, save_vision_model
+from tests.support.tiny_models import drawing, save_vision_model
 from tests.unit.trainer.test_families import built
 
 
