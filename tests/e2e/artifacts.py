@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from rl_async.agent_loop.toy_tasks import make_data
-from tests.e2e.command import HARDLY_WARM, succeed
+from tests.e2e.small_runs import HARDLY_WARM, succeed
 
 
 def make(root: Path) -> Path:

@@ -13,8 +13,7 @@ import psutil
 import pytest
 
 from tests.e2e import command
-from tests.e2e.command import HARDLY_WARM, RL_ASYNC, start
-from tests.e2e.small_runs import finish
+from tests.e2e.small_runs import HARDLY_WARM, RL_ASYNC, finish, start
 from tests.support.forked import Forked
 from tests.support.ports import listeners
 

@@ -18,7 +18,7 @@ import pytest
 
 from rl_async.insight.timeline import write_trace
 from tests.e2e.browser import SIZES, Tab
-from tests.e2e.command import HARDLY_WARM
+from tests.e2e.small_runs import HARDLY_WARM
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 SMALL = [

@@ -20,7 +20,7 @@ from rl_async.process.role import py_spy
 from rl_async.process.run_files import PHASES
 from tests.chaos.agents.kinds import TASKS
 from tests.chaos.agents.loop import write_tasks
-from tests.e2e.command import HARDLY_WARM, call, start, succeed
+from tests.e2e.small_runs import HARDLY_WARM, call, start, succeed
 from tests.support.forked import Forked
 from tests.support.ports import free_port
 

@@ -16,8 +16,7 @@ import pytest
 import rl_async
 from rl_async.process.kernel import ENDED, state_of
 from rl_async.recording import read_trajectories
-from tests.e2e.command import succeed
-from tests.e2e.small_runs import SMALL, STEPS, Run, assert_complete, finish, roles_left
+from tests.e2e.small_runs import SMALL, STEPS, Run, assert_complete, finish, roles_left, succeed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 

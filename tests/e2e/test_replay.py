@@ -27,7 +27,7 @@ from rl_async.recording import write_trajectories
 from rl_async.trainer.checkpoints import list_checkpoints
 from tests.conftest import make_rows
 from tests.e2e.browser import Tab
-from tests.e2e.command import HARDLY_WARM, call, succeed
+from tests.e2e.small_runs import HARDLY_WARM, call, succeed
 from tests.support.forked import Forked
 from tests.support.recordings import conversation, make_run, write_step
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.chaos.agents.kinds import TASKS
 from tests.chaos.agents.loop import write_tasks
-from tests.e2e.command import HARDLY_WARM, succeed
+from tests.e2e.small_runs import HARDLY_WARM, succeed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
 for module in ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http", "opentelemetry.proto"):

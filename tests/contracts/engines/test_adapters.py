@@ -14,8 +14,7 @@ from rl_async.rollout_server.api import GenerateRequest
 from rl_async.rollout_server.vllm.client import VllmEngine
 from rl_async.weight_sync.buckets import Bucket, as_adapters, numbered
 from tests.contracts.engines.conftest import Connect
-from tests.contracts.engines.engine_peers import Peer, paused, running
-from tests.contracts.engines.engine_weights import deliver, differences, scaled, tensors
+from tests.contracts.engines.engine_peers import Peer, deliver, differences, paused, running, scaled, tensors
 from tests.support.weights import adapters, make_buckets, merged
 
 # vLLM takes minutes to start on a busy machine.

@@ -27,12 +27,18 @@ from rl_async.weight_sync.buckets import Bucket, adapter_buckets, as_adapters, d
 from rl_async.weight_sync.protocol import Hold, InitInfo, UpdateInfo
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
 from tests.contracts.engines.conftest import Connect
-from tests.contracts.engines.engine_peers import ATTEMPTS, MAX_LENGTH, Peer, metric, paused, running, sampling
-from tests.contracts.engines.engine_weights import (
+from tests.contracts.engines.engine_peers import (
+    ATTEMPTS,
+    MAX_LENGTH,
+    Peer,
     deliver,
     differences,
     errors,
     log_probabilities,
+    metric,
+    paused,
+    running,
+    sampling,
     scaled,
     send,
     tensors,

@@ -18,8 +18,7 @@ from rl_async.configs.schema.run import DebugConfig, RunConfig
 from rl_async.messages import Sampling, Version
 from rl_async.process.http_auth import bearer, make_tokens, run_token
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
-from tests.contracts.engines.engine_peers import Peer, metric, running
-from tests.contracts.engines.engine_weights import errors, scaled, send, tensors
+from tests.contracts.engines.engine_peers import Peer, errors, metric, running, scaled, send, tensors
 from tests.support.forked import Forked
 from tests.support.ports import free_port
 

@@ -18,8 +18,7 @@ from rl_async.weight_sync.layout import TensorSpec
 from rl_async.weight_sync.layout import engine as engine_layout
 from tests.conftest import VOCAB, save_tokenizer
 from tests.contracts.engines.conftest import Connect
-from tests.contracts.engines.engine_peers import Peer, running
-from tests.contracts.engines.engine_weights import differences, errors, publish, scaled, send
+from tests.contracts.engines.engine_peers import Peer, differences, errors, publish, running, scaled, send
 from tests.support.rounding import PlainPass
 from tests.support.tiny_models import chosen, sparse_model
 

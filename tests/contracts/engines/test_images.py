@@ -22,8 +22,7 @@ from rl_async.rollout_server.api import GenerateRequest, GenerateResult, Image
 from rl_async.rollout_server.vllm.client import VllmEngine
 from tests.conftest import vllm_python
 from tests.contracts.engines.conftest import Connect
-from tests.contracts.engines.engine_peers import Peer, paused, running
-from tests.contracts.engines.engine_weights import publish, send
+from tests.contracts.engines.engine_peers import Peer, paused, publish, running, send
 from tests.support.rounding import PlainPass
 from tests.support.tiny_models import drawing, save_vision_model
 

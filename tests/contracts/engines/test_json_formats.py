@@ -20,8 +20,7 @@ from rl_async.messages import Sampling, Version
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from rl_async.rollout_server.vllm.client import VllmEngine
 from tests.contracts.engines.conftest import Connect
-from tests.contracts.engines.engine_peers import Peer, paused, running
-from tests.contracts.engines.engine_weights import differences, errors, scaled, send, tensors
+from tests.contracts.engines.engine_peers import Peer, differences, errors, paused, running, scaled, send, tensors
 from tests.contracts.gateway.peers import make_model
 from tests.support.rounding import PlainPass, assert_near
 from tests.unit.agent_loop.conftest import demos

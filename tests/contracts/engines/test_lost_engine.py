@@ -17,8 +17,7 @@ from rl_async.rollout_server import pool as pool_module
 from rl_async.rollout_server.api import EngineLoad, GenerateRequest, GenerateResult
 from rl_async.rollout_server.pool import EnginePool
 from rl_async.rollout_server.vllm.client import VllmEngine
-from tests.contracts.engines.engine_peers import ATTEMPTS, Peer, running
-from tests.contracts.engines.engine_weights import differences, errors, scaled, send, tensors
+from tests.contracts.engines.engine_peers import ATTEMPTS, Peer, differences, errors, running, scaled, send, tensors
 from tests.support.rounding import PlainPass
 
 pytestmark = pytest.mark.timeout(400)  # vLLM takes a minute to start

@@ -11,8 +11,7 @@ from rl_async.launcher.sources import overridden_folder
 from rl_async.messages import Sampling, Version
 from rl_async.rollout_server.api import GenerateRequest
 from tests.contracts.engines.conftest import Connect
-from tests.contracts.engines.engine_peers import Peer, running
-from tests.contracts.engines.engine_weights import scaled, send, tensors
+from tests.contracts.engines.engine_peers import Peer, running, scaled, send, tensors
 from tests.support.rounding import PlainPass
 
 V0 = Version(0, 0)

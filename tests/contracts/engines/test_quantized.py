@@ -14,8 +14,7 @@ from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from rl_async.rollout_server.vllm.client import VllmEngine
 from tests.conftest import save_tokenizer
 from tests.contracts.engines.conftest import Connect
-from tests.contracts.engines.engine_peers import Peer, running
-from tests.contracts.engines.engine_weights import deliver, differences, publish, scaled, send
+from tests.contracts.engines.engine_peers import Peer, deliver, differences, publish, running, scaled, send
 
 V0, V1, V2 = Version(0, 0), Version(0, 1), Version(0, 2)
 BUCKET = 1 << 11  # bytes

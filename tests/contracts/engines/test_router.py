@@ -18,8 +18,7 @@ from rl_async.launcher.cli.engine_membership import add_engine
 from rl_async.messages import Sampling, Version
 from rl_async.rollout_server.api import GenerateRequest
 from rl_async.rollout_server.http import EngineHttp
-from tests.contracts.engines.engine_peers import Peer, running, sampling
-from tests.contracts.engines.engine_weights import errors, scaled, send, tensors
+from tests.contracts.engines.engine_peers import Peer, errors, running, sampling, scaled, send, tensors
 
 REQUEST = GenerateRequest(
     request_id="r", token_ids=[5, 6, 7], sampling=Sampling(), max_tokens=400, stop_token_ids=[], seed=1

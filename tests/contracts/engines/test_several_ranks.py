@@ -18,8 +18,17 @@ from rl_async.weight_sync.layout import engine as engine_layout
 from rl_async.weight_sync.protocol import InitInfo
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
 from tests.contracts.engines.conftest import Connect
-from tests.contracts.engines.engine_peers import Peer, copies_metric, paused, running
-from tests.contracts.engines.engine_weights import errors, publish, scaled, send, tensors
+from tests.contracts.engines.engine_peers import (
+    Peer,
+    copies_metric,
+    errors,
+    paused,
+    publish,
+    running,
+    scaled,
+    send,
+    tensors,
+)
 from tests.support.weights import make_buckets
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # vLLM takes minutes to start on a busy machine

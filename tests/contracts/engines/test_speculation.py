@@ -11,8 +11,17 @@ import torch
 from rl_async.messages import Sampling, Version
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from tests.contracts.engines.conftest import Connect
-from tests.contracts.engines.engine_peers import Peer, metric, paused, running
-from tests.contracts.engines.engine_weights import errors, log_probabilities, scaled, send, tensors
+from tests.contracts.engines.engine_peers import (
+    Peer,
+    errors,
+    log_probabilities,
+    metric,
+    paused,
+    running,
+    scaled,
+    send,
+    tensors,
+)
 from tests.support.rounding import PlainPass
 
 # vLLM takes minutes to start on a busy machine.

@@ -16,8 +16,7 @@ from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.admission import QueueSettings
 from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
 from tests.contracts.queue.peers import RunningQueue, trajectory
-from tests.contracts.queue_storage.journals import journals
-from tests.contracts.queue_storage.shards import WAIT_S, RunningShard, registry, wait_for_shards
+from tests.contracts.queue_storage.journals import WAIT_S, RunningShard, journals, registry, wait_for_shards
 
 IMAGE, SOUND = b"\x89PNG" + bytes(range(256)) * 400, b"RIFF" * 1000
 

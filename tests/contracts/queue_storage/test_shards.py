@@ -20,7 +20,7 @@ from rl_async.transfer_queue.auth.keys import server_keys
 from rl_async.transfer_queue.client import QueueClient, SyncQueueClient, read_groups, rows_of
 from rl_async.transfer_queue.delivery import numbered
 from tests.contracts.queue.peers import FREE_PORT, HELLO, ID, RunningQueue, ask, put_all, trajectory
-from tests.contracts.queue_storage.shards import WAIT_S, RunningShard, registry, wait_for_shards
+from tests.contracts.queue_storage.journals import WAIT_S, RunningShard, registry, wait_for_shards
 from tests.support.queue import make_run_keys, sync_client
 
 LEASE_S = 1.0

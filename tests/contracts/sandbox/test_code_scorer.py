@@ -15,8 +15,8 @@ from rl_async.reward_loop.scorers.code import CodeScorer
 from rl_async.reward_loop.service import RewardService
 from rl_async.sandbox.api import SandboxLost
 from tests.contracts.sandbox.conftest import settings_of
-from tests.unit.reward_loop.rows import score as score_by
-from tests.unit.reward_loop.rows import task
+from tests.unit.reward_loop.outside import score as score_by
+from tests.unit.reward_loop.outside import task
 
 PAIRS = {"inputs": ["1 2\n", "3 4\n", "-1 1\n"], "outputs": ["3\n", "7\n", "0\n"]}
 CALLS = {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}

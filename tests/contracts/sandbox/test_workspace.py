@@ -17,8 +17,8 @@ from rl_async.sandbox.api import Sandbox, SandboxLost, SandboxRefused, Workspace
 from rl_async.sandbox.bubblewrap import CHECKS, INSTALL
 from rl_async.sandbox.kinds import make_sandbox
 from tests.contracts.sandbox.conftest import SETTINGS, settings_of
-from tests.unit.reward_loop.rows import score as score_by
-from tests.unit.reward_loop.rows import task
+from tests.unit.reward_loop.outside import score as score_by
+from tests.unit.reward_loop.outside import task
 
 
 async def test_a_program_runs(workspace: Workspace) -> None:

@@ -22,7 +22,7 @@ from rl_async.errors import WeightSyncError
 from rl_async.weight_sync.layout import Box, Layout, TensorSpec, engine, fsdp2, megatron
 from rl_async.weight_sync.reshard import PointToPoint, Wire, one_box_each, plan, reshard, split_fused
 from tests.support.resharding import SharedMemoryWire, figures
-from tests.unit.weight_sync.models import specs
+from tests.unit.weight_sync.fleet_engines import specs
 
 WORLD = 4
 BUCKET = 1024  # bytes, so that there are many

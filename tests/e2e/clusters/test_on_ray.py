@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.command import HARDLY_WARM, RL_ASYNC
+from tests.e2e.small_runs import HARDLY_WARM, RL_ASYNC
 
 pytestmark = [
     pytest.mark.e2e,

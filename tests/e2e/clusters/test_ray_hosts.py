@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import HARDLY_WARM, RL_ASYNC
+from tests.e2e.small_runs import HARDLY_WARM, RL_ASYNC
 
 pytestmark = [
     pytest.mark.e2e,

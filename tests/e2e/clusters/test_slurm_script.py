@@ -16,8 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.command import HARDLY_WARM, RL_ASYNC
-from tests.e2e.small_runs import APART
+from tests.e2e.small_runs import APART, HARDLY_WARM, RL_ASYNC
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[3]

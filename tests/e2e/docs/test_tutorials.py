@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("sybil", reason="install it with pip install 'rl-async[test]'")
-from tests.e2e.command import RL_ASYNC, succeed
+from tests.e2e.small_runs import RL_ASYNC, succeed
 from tests.support.tutorial import blocks
 
 ROOT = Path(__file__).parents[3]

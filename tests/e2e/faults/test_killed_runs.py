@@ -10,8 +10,18 @@ from pathlib import Path
 import pytest
 
 from rl_async.launcher.plan.artifacts import checkpoints
-from tests.e2e.command import succeed
-from tests.e2e.small_runs import STEPS, Run, assert_complete, finish, kill, log_of, pids, roles_left, wait_for_steps
+from tests.e2e.small_runs import (
+    STEPS,
+    Run,
+    assert_complete,
+    finish,
+    kill,
+    log_of,
+    pids,
+    roles_left,
+    succeed,
+    wait_for_steps,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 

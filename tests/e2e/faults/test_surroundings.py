@@ -17,8 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.command import HARDLY_WARM, RL_ASYNC, start, succeed
-from tests.e2e.small_runs import SMALL, finish, metrics
+from tests.e2e.small_runs import HARDLY_WARM, RL_ASYNC, SMALL, finish, metrics, start, succeed
 from tests.support.forked import Forked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]

@@ -15,8 +15,7 @@ import psutil
 import pytest
 
 from rl_async.process.http_auth import TOKEN_FILE, token_file
-from tests.e2e.command import HARDLY_WARM, RL_ASYNC
-from tests.e2e.small_runs import APART
+from tests.e2e.small_runs import APART, HARDLY_WARM, RL_ASYNC
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 pytest.importorskip("openai", reason="install the openai client: pip install openai")

@@ -24,8 +24,7 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.messages import Sampling, Trajectory
 from rl_async.recording import write_trajectories
 from tests.conftest import make_rows
-from tests.e2e.command import HARDLY_WARM, succeed
-from tests.e2e.small_runs import APART
+from tests.e2e.small_runs import APART, HARDLY_WARM, succeed
 from tests.support.forked import run_ranks
 
 pytestmark = pytest.mark.e2e

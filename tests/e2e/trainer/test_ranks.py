@@ -16,8 +16,7 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.recording import write_trajectories
 from rl_async.trainer.checkpoints import damage_of, list_checkpoints, read_state
 from tests.conftest import make_rows
-from tests.e2e.command import HARDLY_WARM, succeed
-from tests.e2e.small_runs import APART
+from tests.e2e.small_runs import APART, HARDLY_WARM, succeed
 from tests.support.forked import Forked, start_ranks
 
 pytestmark = pytest.mark.e2e

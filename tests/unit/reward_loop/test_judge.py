@@ -17,8 +17,7 @@ from rl_async.reward_loop.model_client import RateLimit
 from rl_async.reward_loop.scorers.judge import Judge, Verdicts, fill
 from rl_async.reward_loop.service import VERDICTS_FILE, RewardService
 from tests.conftest import make_rows
-from tests.unit.reward_loop.outside import DEEP, Answer, Outside, says, verdict
-from tests.unit.reward_loop.rows import score
+from tests.unit.reward_loop.outside import DEEP, Answer, Outside, says, score, verdict
 
 TASK = Task(task_id="t", data_source="unit", prompt=[], ground_truth="42")
 KEY = "sk-very-secret-1234"

@@ -20,8 +20,7 @@ from rl_async.process.http_server import BODY_BYTES
 from rl_async.reward_loop.scorers.reward_model import ConversationEncoder, load_tokenizer
 from rl_async.reward_loop.server.app import MOST_SEQUENCES, Application, Batcher
 from rl_async.reward_loop.service import RewardService
-from tests.unit.reward_loop.outside import DEEP, Answer, Outside
-from tests.unit.reward_loop.rows import score, task, trajectory
+from tests.unit.reward_loop.outside import DEEP, Answer, Outside, score, task, trajectory
 
 TERMS = (RewardTerm(name="reward_model", weight=2.0),)
 

@@ -22,7 +22,7 @@ from rl_async.reward_loop.scorer_process import MOST_BYTES
 from rl_async.reward_loop.service import RewardService
 from rl_async.transfer_queue.dataset import open_rows, to_task
 from tests.unit.agent_loop.chat_formats.test_format import CHATS, THOUGHT
-from tests.unit.reward_loop.rows import score, task, trajectory
+from tests.unit.reward_loop.outside import score, task, trajectory
 
 USER = Path(__file__).with_name("user_scorers.py")
 

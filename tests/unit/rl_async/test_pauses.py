@@ -15,7 +15,7 @@ from rl_async.agent_loop.environments.session import call_user
 from rl_async.concurrency import time_limit, within
 from rl_async.errors import EnvironmentFailed
 from rl_async.reward_loop.service import RewardService
-from tests.unit.reward_loop.rows import score
+from tests.unit.reward_loop.outside import score
 from tests.unit.reward_loop.test_service import config
 from tests.unit.rl_async.test_processes import package_sources
 

@@ -47,7 +47,7 @@ from rl_async.weight_sync.reshard import (
 from tests.support.resharding import SharedMemoryWire, figures
 from tests.support.seed import examples
 from tests.support.weights import make_buckets
-from tests.unit.weight_sync.models import specs
+from tests.unit.weight_sync.fleet_engines import specs
 
 DTYPES = st.sampled_from(["float32", "bfloat16", "uint8"])
 

@@ -32,8 +32,7 @@ from rl_async.weight_sync.transports.ipc import SharedMemorySender
 from rl_async.weight_sync.transports.process_groups import joined_store, listening_store
 from tests.support.resharding import figures
 from tests.support.weights import HOST, TOKEN, TrainerRanks, shards_of, specs_of
-from tests.unit.weight_sync.fleet_engines import Directory, Engine, eventually, make_fleet
-from tests.unit.weight_sync.models import specs
+from tests.unit.weight_sync.fleet_engines import Directory, Engine, eventually, make_fleet, specs
 
 V1, V2 = Version(0, 1), Version(0, 2)
 NAMED = {"rows": (6, 4), "columns": (5, 8), "both": (3, 4, 2), "one": (7,), "none": (2, 2)}

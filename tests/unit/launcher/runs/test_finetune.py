@@ -44,7 +44,7 @@ from rl_async.reward_loop.server.classifier import load_classifier, score
 from rl_async.trainer.finetune.chat_rows import ROWS, ChatRows
 from rl_async.trainer.finetune.warm_start import WarmStartResult, warm_start
 from rl_async.trainer.images import ImageRow, Images, embedded, lay_images
-from tests.e2e.command import call
+from tests.e2e.small_runs import call
 from tests.support.tiny_models import byte_tokenizer, pickled
 
 TEMPLATE = (
