@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from rl_async.concurrency import outcomes, to_the_end
+from rl_async.concurrency import outcomes, time_limit, to_the_end
 from rl_async.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_USER, EngineLost, QueueLost
 from rl_async.insight.roster import ROSTER_FILE, ProcessState, describe_exit, said_last
 from rl_async.insight.tail import LineTail
@@ -493,20 +493,22 @@ class Supervisor:
 
         Raises RoleFailed if it serves requests that carry no token.
         """
-        deadline = time.monotonic() + self._plan.start_timeout_s
         probe = EngineHttp(url, timeout_s=None)
         try:
-            while child.returncode is None and time.monotonic() < deadline:
-                if await probe.healthy():
-                    # If the process is lost between the two requests, the next round notices it.
-                    with suppress(EngineLost):
-                        if not await probe.needs_token():
-                            raise RoleFailed(f"{child.name} at {url} takes requests without the run's token")
-                        return True
-                await asyncio.sleep(HEALTH_POLL_S)
-            return False
+            async with time_limit(self._plan.start_timeout_s):
+                while child.returncode is None:
+                    if await probe.healthy():
+                        # If the process is lost between the two requests, the next round notices it.
+                        with suppress(EngineLost):
+                            if not await probe.needs_token():
+                                raise RoleFailed(f"{child.name} at {url} takes requests without the run's token")
+                            return True
+                    await asyncio.sleep(HEALTH_POLL_S)
+        except TimeoutError:
+            pass
         finally:
             await probe.close()
+        return False
 
     async def _until_gone(self, child: Process, cut_off: asyncio.Event) -> None:
         ended, lost = asyncio.ensure_future(child.wait()), asyncio.ensure_future(cut_off.wait())

@@ -38,6 +38,8 @@ WORKSPACE = "/workspace"
 # /tmp leads here, so that one limit covers both.
 TEMPORARY = f"{WORKSPACE}/.tmp"
 WATCH_S = 0.05
+# Of a pause of the sandbox, such as that of a virtual machine, this much at most is taken from a program's time.
+PAUSE_S = 1.0
 # Even an empty file costs the kernel memory, which no file system counts.
 MOST_FILES = 50_000
 PIECE = 1 << 16
@@ -194,9 +196,12 @@ class Program:
             for fd in (self._out, self._err, self._ended, control.fileno()):
                 selector.register(fd, selectors.EVENT_READ)
             selector.register(self._in, selectors.EVENT_WRITE)
-            watch = time.monotonic() + WATCH_S
+            looked = time.monotonic()
+            watch = looked + WATCH_S
             while True:
                 now = time.monotonic()
+                deadline += max(0.0, now - looked - PAUSE_S)
+                looked = now
                 if now >= deadline:
                     return "seconds"
                 if now >= watch:

@@ -43,7 +43,7 @@ from zmq.utils.monitor import parse_monitor_message
 from rl_async import codec
 from rl_async import messages as m
 from rl_async.codec import Frame
-from rl_async.concurrency import gather_or_cancel, in_daemon_thread
+from rl_async.concurrency import Overdue, gather_or_cancel, in_daemon_thread, within
 from rl_async.errors import (
     AccessDenied,
     ProtocolError,
@@ -727,7 +727,7 @@ class QueueClient(ClientVerbs):
         frames = wire.encode(request_id, request, payload)
         wait_s = request.wait_s if isinstance(request, m.LongPoll) else 0.0
         began = time.monotonic()
-        deadline = began + wait_s + (self.timeout_s if timeout_s is None else timeout_s)
+        left_s = wait_s + (self.timeout_s if timeout_s is None else timeout_s)
         patience_s, pause_s = wait_s + self._patience_s, FIRST_PAUSE_S
         try:
             while True:
@@ -737,16 +737,23 @@ class QueueClient(ClientVerbs):
                 self._pending[request_id] = _Pending(frames, answer)
                 connection = self._connection
                 self._send(frames)
-                await asyncio.wait([answer], timeout=max(0.0, min(patience_s, deadline - time.monotonic())))
-                message: wire.ReplyMessage | None = answer.result() if answer.done() else None
-                code = "" if message is None else refusal(message.reply)
-                if message is not None and code not in (wire.HELLO, wire.BUSY):
-                    return checked(message)
-                now = time.monotonic()
-                if now >= deadline:
-                    raise self._session.lost(request, now - began)
+                asked, message, code = time.monotonic(), None, ""
+                spent_s = min(patience_s, left_s)
+                try:
+                    message = await within(spent_s, answer)
+                    code = refusal(message.reply)
+                    if code not in (wire.HELLO, wire.BUSY):
+                        return checked(message)
+                    spent_s = min(spent_s, time.monotonic() - asked)
+                except Overdue:
+                    pass
+                left_s -= spent_s
+                if left_s <= 0:
+                    raise self._session.lost(request, time.monotonic() - began)
                 if message is not None:
-                    await asyncio.sleep(min(pause_s, deadline - now))
+                    pause_s = min(pause_s, left_s)
+                    await asyncio.sleep(pause_s)
+                    left_s -= pause_s
                     pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 # A silent queue, and one that does not know this connection, need a new one.
                 if code != wire.BUSY:

@@ -13,8 +13,11 @@ import pytest
 from rl_async import concurrency
 from rl_async.agent_loop.environments.session import call_user
 from rl_async.concurrency import time_limit, within
-from rl_async.errors import EnvironmentFailed
+from rl_async.errors import EnvironmentFailed, QueueLost
+from rl_async.messages import Done, Status
 from rl_async.reward_loop.service import RewardService
+from rl_async.transfer_queue import wire
+from rl_async.transfer_queue.client import QueueClient
 from tests.unit.reward_loop.outside import score
 from tests.unit.reward_loop.test_service import config
 from tests.unit.rl_async.test_processes import package_sources
@@ -23,6 +26,13 @@ LOOK_S = 0.1
 LIMIT_S = 1.5
 # How long the answer takes, and how long the process stands still meanwhile.
 ANSWER_S, PAUSE_S = 0.3, 1.7
+
+
+async def answers() -> str:
+    """Take ANSWER_S of the time when this process runs."""
+    for _ in range(30):
+        await asyncio.sleep(ANSWER_S / 30)
+    return "in time"
 
 
 async def in_block(seconds: float, work: Awaitable[object]) -> object:
@@ -37,16 +47,32 @@ async def in_environment(seconds: float, work: Awaitable[object]) -> object:
     return await call_user("reset()", reset, timeout_s=seconds)
 
 
+async def of_queue(seconds: float, work: Awaitable[object]) -> object:
+    """The queue's client, with an answer that comes when the work is done."""
+    client = QueueClient("tcp://127.0.0.1:1", role="person", name="test", timeout_s=seconds, patience_s=60.0)
+    # Nothing is sent, so that the answer is the test's.
+    client._send = lambda frames: None  # type: ignore[method-assign]
+
+    async def answer() -> object:
+        found = await work
+        (request_id,) = client._pending
+        client._pending[request_id].answer.set_result(wire.ReplyMessage(request_id, Done(), []))
+        return found
+
+    async with asyncio.TaskGroup() as tasks:
+        answering = tasks.create_task(answer())
+        await client.exchange(Status())
+    return answering.result()
+
+
 Limited = Callable[[float, Awaitable[object]], Awaitable[object]]
-LIMITED: list[Limited] = [within, in_block, in_environment]
+LIMITED: list[Limited] = [within, in_block, in_environment, of_queue]
 
 
 @pytest.mark.parametrize("limited", LIMITED)
 async def test_a_pause_counts_little(monkeypatch: pytest.MonkeyPatch, limited: Limited) -> None:
     monkeypatch.setattr(concurrency, "LOOK_S", LOOK_S)
-    answer = asyncio.get_running_loop().create_future()
-    asyncio.get_running_loop().call_later(ANSWER_S, answer.set_result, "in time")
-    waiting = asyncio.ensure_future(limited(LIMIT_S, answer))
+    waiting = asyncio.ensure_future(limited(LIMIT_S, answers()))
     await asyncio.sleep(0.01)
     time.sleep(PAUSE_S)  # noqa: ASYNC251  the process is to stand still
     assert await waiting == "in time"
@@ -56,8 +82,10 @@ async def test_a_pause_counts_little(monkeypatch: pytest.MonkeyPatch, limited: L
 @pytest.mark.usefixtures("simulated_time")
 async def test_the_whole_limit_counts_without_a_pause(limited: Limited) -> None:
     began = time.monotonic()
-    with pytest.raises((TimeoutError, EnvironmentFailed)):
+    with pytest.raises((TimeoutError, EnvironmentFailed, BaseExceptionGroup)) as failed:
         await limited(7.25, asyncio.sleep(3600))
+    if isinstance(failed.value, BaseExceptionGroup):
+        assert failed.group_contains(QueueLost)
     assert time.monotonic() - began == pytest.approx(7.25, abs=0.01)
     assert await limited(7.25, asyncio.sleep(7.0, "in time")) == "in time"
 
