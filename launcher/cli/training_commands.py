@@ -464,7 +464,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _import_config(arguments: argparse.Namespace) -> int:
-    from rl_async.configs.importing.importers import SOURCES
+    from rl_async.configs.importing import SOURCES
 
     print(SOURCES[arguments.source](arguments.file, arguments.overrides), end="")
     return 0

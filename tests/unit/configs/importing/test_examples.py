@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rl_async.configs.importing.importers import SOURCES
+from rl_async.configs.importing import SOURCES
 from rl_async.configs.importing.translation import flatten, our_default
 from rl_async.configs.load import load_config, parse, refusals
 from rl_async.errors import ConfigError

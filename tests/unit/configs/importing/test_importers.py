@@ -14,8 +14,7 @@ import yaml
 
 from rl_async.configs import suggestions
 from rl_async.configs.explain import choices, field_at
-from rl_async.configs.importing import prime_rl, slime, trl, verl
-from rl_async.configs.importing.importers import SOURCES
+from rl_async.configs.importing import SOURCES, prime_rl, slime, trl, verl
 from rl_async.configs.importing.shell import is_unknown, read_script
 from rl_async.configs.importing.translation import Translation, nested
 from rl_async.configs.load import load_config, parse

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_async.configs.importing.importers import SOURCES
+from rl_async.configs.importing import SOURCES
 from rl_async.configs.load import load_config, parse
 from rl_async.configs.schema.rollout import TruncationConfig
 from rl_async.errors import ConfigError
