@@ -20,12 +20,11 @@ import msgspec
 from rl_async.concurrency import time_limit
 from rl_async.errors import EXIT_FAILED, EXIT_USER, RlAsyncError, UserError
 from rl_async.files import replace_file
-from rl_async.insight.roster import ROSTER_FILE, ProcessRecord, ProcessState, describe_exit, said_last
 from rl_async.launcher.plan.planning import HOST, THIS_MACHINE, ProcessSpec
 from rl_async.process.kernel import read_stat
 from rl_async.process.private_folder import RENDEZVOUS, SEGMENT_PREFIX, prefix_for, private_folder, sweep_segments
 from rl_async.process.role import LIFELINE_FD, STACKS
-from rl_async.process.run_files import enter
+from rl_async.process.run_files import ROSTER_FILE, ProcessRecord, ProcessState, describe_exit, enter, said_last
 
 TAIL_LINES = 15
 TAIL_BYTES = 16384

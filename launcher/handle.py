@@ -26,7 +26,6 @@ from rl_async.configs.suggestions import nearest
 from rl_async.errors import EXIT_STOPPED, EXIT_USER, ConfigError, RlAsyncError, RunFailed, UserError
 from rl_async.files import make_durable_folder, undamaged
 from rl_async.insight.doctor import evaluates_only, is_recorded, launcher_of
-from rl_async.insight.roster import ProcessRecord, read_roster, said_last
 from rl_async.insight.tail import LineTail, Record
 from rl_async.insight.terminal import printable
 from rl_async.insight.view.trajectories import RecordedFile, RecordedRow, lines, tokenizer_of
@@ -45,6 +44,7 @@ from rl_async.launcher.run_folder import (
 )
 from rl_async.messages import Turn
 from rl_async.process.role import STARTER_FD, own_module
+from rl_async.process.run_files import ProcessRecord, read_roster, said_last
 from rl_async.userload import refer_to
 
 POLL_S = 0.2

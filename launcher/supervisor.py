@@ -23,13 +23,20 @@ from typing import Any, NoReturn, Self
 
 from rl_async.concurrency import outcomes, time_limit, to_the_end
 from rl_async.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_USER, EngineLost, QueueLost
-from rl_async.insight.roster import ROSTER_FILE, ProcessState, describe_exit, said_last
 from rl_async.insight.tail import LineTail
 from rl_async.launcher.child_process import Executor, Process, RoleFailed, Roster, failure, url_of
 from rl_async.launcher.plan.planning import Plan, ProcessSpec, fill
 from rl_async.messages import EngineRecord, Status
 from rl_async.process.role import NO_ROOM, heeded, ignore_alone
-from rl_async.process.run_files import Target, listed, write_targets
+from rl_async.process.run_files import (
+    ROSTER_FILE,
+    ProcessState,
+    Target,
+    describe_exit,
+    listed,
+    said_last,
+    write_targets,
+)
 from rl_async.rollout_server.http import EngineHttp
 from rl_async.transfer_queue.auth.keys import ClientKeys
 from rl_async.transfer_queue.client import QueueClient

@@ -56,7 +56,6 @@ from rl_async.errors import RequestRefused, UserError
 from rl_async.files import UNDECODABLE
 from rl_async.insight.diagnosis import diagnose, needs_stacks
 from rl_async.insight.doctor import evaluates_only, is_recorded, launcher_of, observe
-from rl_async.insight.roster import ProcessRecord, read_roster
 from rl_async.insight.tail import LineTail
 from rl_async.insight.timeline import newest_updates, window
 from rl_async.insight.view import index
@@ -65,7 +64,7 @@ from rl_async.insight.view.trajectories import TokenTexts, row_at, rows_in, stor
 from rl_async.process.http_auth import Access, App, Headers, Receive, Scope, Send
 from rl_async.process.http_server import application, read_body, server_of
 from rl_async.process.role import bind, heeded, watch_lifeline
-from rl_async.process.run_files import TimelineReader
+from rl_async.process.run_files import ProcessRecord, TimelineReader, read_roster
 from rl_async.recording import read_images
 from rl_async.transfer_queue.images import mime_of
 

@@ -16,11 +16,11 @@ from rl_async.configs.engines import EngineKind
 from rl_async.configs.load import load_resolved
 from rl_async.errors import EngineError, UserError
 from rl_async.insight.diagnosis import ObservedEngine
-from rl_async.insight.roster import ProcessRecord
 from rl_async.launcher.cli.queue_actions import ANSWER_S, connected
 from rl_async.launcher.plan.planning import HOST
 from rl_async.messages import EngineList, EngineRecord
 from rl_async.process.http_auth import TOKEN_FILE, UNAUTHORISED, read_token, token_file
+from rl_async.process.run_files import ProcessRecord
 from rl_async.rollout_server.http import EngineHttp
 from rl_async.rollout_server.pool import connect
 

@@ -306,9 +306,9 @@ def _verify_engine(arguments: argparse.Namespace) -> int:
 
 def _list_engines(arguments: argparse.Namespace) -> int:
     from rl_async.insight.doctor import observe_engines
-    from rl_async.insight.roster import ROSTER_FILE, read_roster
     from rl_async.launcher.cli.engine_membership import table
     from rl_async.launcher.cli.queue_actions import connected
+    from rl_async.process.run_files import ROSTER_FILE, read_roster
 
     with connected(str(arguments.run)) as queue:
         engines = queue.engines()

@@ -7,10 +7,9 @@ from pathlib import Path
 from rl_async.configs.load import load_resolved
 from rl_async.errors import RlAsyncError, UserError
 from rl_async.insight.doctor import launcher_of
-from rl_async.insight.roster import read_roster
 from rl_async.process.kernel import read_stat
 from rl_async.process.role import py_spy
-from rl_async.process.run_files import PROFILES_FOLDER, traces, write_request
+from rl_async.process.run_files import PROFILES_FOLDER, read_roster, traces, write_request
 
 POLL_S = 0.2
 # py-spy may take this long to attach and to write its file.

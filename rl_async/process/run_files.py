@@ -1,6 +1,7 @@
 """Files in a run's folder that tell its processes, and commands, the addresses and the state of processes.
 
     RUN/endpoints.json             addresses, for programs that join the run
+    RUN/processes.json             the newest process of each name and its state; the timeline keeps the earlier ones
     RUN/prometheus/NAME.json       addresses for Prometheus, in the format of ``file_sd_configs``
     RUN/memory.json                how much of a device's memory each process may have, by phase of a step
     RUN/ranks/RANK.json            the newest heartbeat of each trainer rank
@@ -8,26 +9,34 @@
     RUN/timeline/WRITER.jsonl      which stage each lane entered and when; a stage lasts until the lane's next line
     RUN/profiles/request.json      what ``rl-async profile`` asks of the trainer ranks, which write traces beside it
 
-The launcher plans the memory (``launcher/plan/memory.py``) and sets it on the engines; trainer ranks compare their
-use with it. Each timeline file has one writing process, and at most two times MOST_BYTES are kept of it.
+The launcher writes the processes (``launcher/child_process.py``), plans the memory (``launcher/plan/memory.py``) and
+sets it on the engines; trainer ranks compare their use with it. Each timeline file has one writing process, and at most
+two times MOST_BYTES are kept of it.
 """
 
 import os
+import re
 import secrets
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple, get_args
 from urllib.parse import urlsplit
 
 import msgspec
 
-from rl_async.errors import UserError
-from rl_async.files import UNDECODABLE, replace_file, undamaged
+from rl_async.errors import EXIT_SIGNAL, EXIT_STOPPED, UserError
+from rl_async.files import DAMAGE, UNDECODABLE, replace_file, undamaged
 from rl_async.process.kernel import ENDED, GONE, HALTED, REMOTE, describe, state_of
+
+ROSTER_FILE = "processes.json"
+# ``rl_async.process.role`` sets the format of log lines, the last alternative.
+_ERROR = re.compile(r"error: |Fatal Python error|\S+ \S+ (ERROR|CRITICAL) ")
 
 ENDPOINTS_FILE = "endpoints.json"
 
@@ -108,6 +117,7 @@ def listed(wanted: bool, run: Path, target: Target) -> Iterator[None]:
 BUDGET_FILE = "memory.json"
 
 Stage = Literal["start", "rollout", "train", "gather", "load"]
+
 Part = Literal[
     "runtime",
     "weights",
@@ -121,6 +131,7 @@ Part = Literal[
     "bucket",
     "published",
 ]
+
 # In bytes.
 Parts = Mapping[Part, int]
 
@@ -137,6 +148,7 @@ TRAINER_REMEDY: Mapping[Part, str] = {
     "published": "set model.dtype=bfloat16; on a GPU also set weight_sync.transport=disk, which has it on the host, "
     "or raise trainer.ranks, over which it is divided without weight_sync.delta, weight_sync.adapters=add and SGLang",
 }
+
 ENGINE_REMEDY: Mapping[Part, str] = {
     "runtime": "use fewer rollout.engines on this device",
     "weights": "raise rollout.tensor_parallel, over which they are divided, or set model.dtype=bfloat16",
@@ -211,7 +223,9 @@ def read_budget(run: Path) -> MemoryBudget:
 
 
 MOST_BYTES = 1 << 20
+
 TIMELINE_FOLDER = "timeline"
+
 OLDER = ".older"
 
 
@@ -303,6 +317,7 @@ Phase = Literal[
     "reporting",
     "evaluating the final weights",
 ]
+
 # In the order of a step.
 PHASES: tuple[str, ...] = get_args(Phase)
 
@@ -342,6 +357,7 @@ def read_beats(run: Path) -> list[Beat]:
 
 
 PROGRESS_FOLDER = "progress"
+
 # A process writes its progress at most this often.
 PROGRESS_S = 1.0
 
@@ -464,3 +480,65 @@ def traces(run: Path) -> dict[Path, int]:
 
 def _request_file(run: Path) -> Path:
     return run / PROFILES_FOLDER / "request.json"
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """The state of a process: waiting, starting, running, restarting, ended or failed, ``since`` a Unix time."""
+
+    name: str
+    state: str
+    restarts: int = 0
+    since: float = field(default=0.0, compare=False)
+
+
+class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of ``RUN/processes.json``, with a state of ``ProcessState``.
+
+    ``started`` is the start time in /proc/PID/stat, which exposes a reused pid. ``exit`` is that of
+    ``Popen.returncode``. An empty ``host`` is the launcher's own.
+    """
+
+    name: str
+    role: str
+    pid: int
+    started: int
+    state: str
+    restarts: int = 0
+    exit: int | None = None
+    host: str = ""
+
+
+def read_roster(run: Path) -> list[ProcessRecord]:
+    """Return the newest start of every process of the run. Raises UserError if it never started any."""
+    try:
+        return msgspec.json.decode((run / ROSTER_FILE).read_bytes(), type=list[ProcessRecord])
+    except (OSError, *DAMAGE) as error:
+        raise UserError(f"{run} is not the folder of a run that was started: {error}") from error
+
+
+def describe_exit(code: int) -> str:
+    """Describe an exit code, naming the signal that caused it."""
+    if code in EXIT_STOPPED:
+        return f"exit code {code}: asked to stop by {signal.Signals(code - EXIT_SIGNAL).name}"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+def said_last(output: str) -> str:
+    """Return the line of the last error in a process's output or, without an error, its last line that is not empty."""
+    last = error = ""
+    traceback = False
+    for line in output.splitlines():
+        last = line if line.strip() else last
+        if traceback and line and not line[0].isspace():
+            error, traceback = line, False
+        elif line.startswith("Traceback (most recent call last)"):
+            traceback = True
+        elif _ERROR.match(line):
+            error = line
+    return error or last

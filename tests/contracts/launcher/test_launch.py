@@ -21,7 +21,6 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
 from rl_async.insight.doctor import MOST_STACK_BYTES, REPORT_FILE, doctor, observe, observe_processes, write_report
 from rl_async.insight.live_view import View
-from rl_async.insight.roster import ProcessRecord
 from rl_async.launcher.plan.planning import assign_ports
 from rl_async.launcher.run_folder import hold, hold_unnamed, new_run
 from rl_async.launcher.runs import launch as module

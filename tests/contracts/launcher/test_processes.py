@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from rl_async.insight.doctor import request_stacks
-from rl_async.insight.roster import ProcessRecord
 from rl_async.launcher import supervisor as children_module
 from rl_async.launcher.child_process import Child, Lifeline, RoleFailed, ThisMachine
 from rl_async.launcher.plan.planning import ProcessSpec
@@ -30,7 +29,7 @@ from rl_async.process.private_folder import (
     sweep_segments,
 )
 from rl_async.process.role import ASK, STACKS
-from rl_async.process.run_files import beat, who_is_missing
+from rl_async.process.run_files import ProcessRecord, beat, who_is_missing
 from tests.contracts.launcher.test_supervisor import eventually
 
 SLEEPER = """

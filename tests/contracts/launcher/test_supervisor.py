@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from rl_async.errors import ConfigError, UserError
-from rl_async.insight.roster import read_roster
 from rl_async.launcher import ray_keeper as keepers
 from rl_async.launcher import ray_keeper as remote
 from rl_async.launcher.child_process import ThisMachine

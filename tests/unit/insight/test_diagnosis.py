@@ -21,7 +21,6 @@ from rl_async.insight.diagnosis import (
     needs_stacks,
 )
 from rl_async.insight.doctor import is_evaluated, is_evaluated_in_part, launcher_of, observe, oldest_groups, report
-from rl_async.insight.roster import ProcessRecord
 from rl_async.launcher.run_folder import hold
 from rl_async.messages import GroupRecord, Inspection, LeaseRecord, StatusReport, Version
 from rl_async.process.role import Frame

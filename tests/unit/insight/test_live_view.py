@@ -52,10 +52,9 @@ from rl_async.insight.live_view import (
     render_conversation,
     role_rows,
 )
-from rl_async.insight.roster import ProcessState
 from rl_async.insight.tail import MOST_KINDS, OTHERS, LineTail, LogWarnings, last_record
 from rl_async.messages import EngineList, Inspection, StatusReport, ToolCall, Turn, Version, WorkerRecord
-from rl_async.process.run_files import Beat, Phase, Progress
+from rl_async.process.run_files import Beat, Phase, ProcessState, Progress
 from rl_async.rollout_server.api import EngineLoad, EngineTokens
 
 STATUS = StatusReport(

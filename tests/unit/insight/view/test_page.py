@@ -27,7 +27,6 @@ from rl_async.errors import RequestRefused, UserError
 from rl_async.evaluation import wilson
 from rl_async.insight.recorded_evaluations import compare as by_files
 from rl_async.insight.recorded_evaluations import read_evaluation
-from rl_async.insight.roster import ProcessRecord
 from rl_async.insight.view import page as module
 from rl_async.insight.view.index import KEY, TrajectoryIndex, compared, recorded, table
 from rl_async.insight.view.page import (
@@ -43,7 +42,7 @@ from rl_async.insight.view.page import (
 from rl_async.insight.view.trajectories import RecordedRow, lines, story, token_texts, tokenizer_of
 from rl_async.messages import Trajectory, Version, VersionRun
 from rl_async.process.http_server import server_of
-from rl_async.process.run_files import beat
+from rl_async.process.run_files import ProcessRecord, beat
 from rl_async.recording import evaluation_file, images_file, write_trajectories
 from tests.conftest import make_rows
 from tests.fuzz.http import Served
