@@ -33,26 +33,24 @@ from rl_async.launcher.plan.machine import PROBE_S, Measured, ask_torch
 from rl_async.launcher.plan.planning import RENDEZVOUS, Plan, ProcessSpec
 from rl_async.launcher.ray_keeper import (
     ANSWER_S,
+    KEY_HOLDERS,
     RETRY_S,
+    TOKEN_HOLDERS,
     Allocation,
     AllocationRequest,
+    Bundle,
     Keeper,
     KeeperGone,
     KeeperSilent,
-    RemoteChild,
-    Started,
-    own_addresses,
-    sees,
-)
-from rl_async.launcher.ray_placement import (
-    KEY_HOLDERS,
-    TOKEN_HOLDERS,
-    Bundle,
     NodeGroup,
     ProcessResources,
+    RemoteChild,
+    Started,
     check_sharing,
     folders_of,
     groups,
+    own_addresses,
+    sees,
     stays_on_launcher_node,
 )
 from rl_async.process.http_auth import token_file

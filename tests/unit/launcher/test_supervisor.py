@@ -23,7 +23,7 @@ from rl_async.launcher import supervisor
 from rl_async.launcher.child_process import Roster, ThisMachine, is_full
 from rl_async.launcher.plan.planning import Plan, ProcessSpec, plan
 from rl_async.launcher.play import CannotGrade, Outcome, StopPipe, arguments, environment, found_program, grade
-from rl_async.launcher.ray_placement import NodeGroup, check_sharing, folders_of, groups, interface_of
+from rl_async.launcher.ray_keeper import NodeGroup, check_sharing, folders_of, groups, interface_of
 from rl_async.launcher.runs import launch
 from rl_async.launcher.supervisor import Children
 from tests.support.configs import float32_config
