@@ -3,9 +3,9 @@
     launcher --allocate, start, stop, kill--> Keeper --signals--> the process
              <--watch: output, exit code--         <--its log, in a folder of this node--
 
-``groups`` puts together the processes of a plan by the resources that each needs. ``Keeper`` starts and watches one on its
-node, and ``RemoteChild`` controls it from the launcher. ``ray_nodes`` makes an actor of the keeper, and tests call it
-directly.
+``groups`` puts together the processes of a plan by the resources that each needs. ``Keeper`` starts and watches one on
+its node, and ``RemoteChild`` controls it from the launcher. ``ray_nodes`` makes an actor of the keeper, and tests call
+it directly.
 """
 
 import asyncio

@@ -125,7 +125,7 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
 
 
 def _profile(arguments: argparse.Namespace) -> int:
-    from rl_async.launcher.runs.profile import profile_steps, sample_process
+    from rl_async.launcher.cli.live_actions import profile_steps, sample_process
 
     if arguments.steps < 1 or arguments.seconds <= 0:
         raise UserError("profile: --steps and --seconds must be positive")
@@ -306,20 +306,19 @@ def _verify_engine(arguments: argparse.Namespace) -> int:
 
 def _list_engines(arguments: argparse.Namespace) -> int:
     from rl_async.insight.doctor import observe_engines
-    from rl_async.launcher.cli.engine_membership import table
-    from rl_async.launcher.cli.queue_actions import connected
+    from rl_async.launcher.cli.live_actions import connected, engine_table
     from rl_async.process.run_files import ROSTER_FILE, read_roster
 
     with connected(str(arguments.run)) as queue:
         engines = queue.engines()
     # A run whose roles were started by hand has no launcher that lists its processes.
     processes = read_roster(arguments.run) if (arguments.run / ROSTER_FILE).exists() else []
-    print(table(engines, observe_engines(arguments.run, engines.engines), processes))
+    print(engine_table(engines, observe_engines(arguments.run, engines.engines), processes))
     return 0
 
 
 def _add_engine(arguments: argparse.Namespace) -> int:
-    from rl_async.launcher.cli.engine_membership import add_engine
+    from rl_async.launcher.cli.live_actions import add_engine
 
     record = add_engine(arguments.run, arguments.url, arguments.engine, arguments.wait)
     print(f"{record.engine_id} serves version {record.version} and gets requests from now on")
@@ -327,7 +326,7 @@ def _add_engine(arguments: argparse.Namespace) -> int:
 
 
 def _remove_engine(arguments: argparse.Namespace) -> int:
-    from rl_async.launcher.cli.engine_membership import remove_engine
+    from rl_async.launcher.cli.live_actions import remove_engine
 
     remove_engine(arguments.run, arguments.engine)
     print(f"{arguments.engine} gets no more requests; you may stop its process")
@@ -416,14 +415,14 @@ def _add_queue_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def _act_on_queue(arguments: argparse.Namespace) -> int:
-    from rl_async.launcher.cli.queue_actions import ACTIONS
+    from rl_async.launcher.cli.live_actions import ACTIONS
 
     action, names = ACTIONS[arguments.action]
     return action(arguments.run, **{name: getattr(arguments, name) for name in names})
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from rl_async.launcher.cli.queue_actions import serve
+    from rl_async.launcher.cli.live_actions import serve
     from rl_async.transfer_queue.server import standalone_settings
 
     settings = standalone_settings(

@@ -14,7 +14,7 @@ from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 
 from rl_async.errors import EngineError, EngineLost, UserError
-from rl_async.launcher.cli.engine_membership import add_engine
+from rl_async.launcher.cli.live_actions import add_engine
 from rl_async.messages import Sampling, Version
 from rl_async.rollout_server.api import GenerateRequest
 from rl_async.rollout_server.http import EngineHttp

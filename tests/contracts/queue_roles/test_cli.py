@@ -104,7 +104,7 @@ def test_listing_and_peeking_take_nothing_away(address, queue, capsys):
 
 
 def test_a_queue_that_is_not_there_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("rl_async.launcher.cli.queue_actions.ANSWER_S", 0.2)
+    monkeypatch.setattr("rl_async.launcher.cli.live_actions.ANSWER_S", 0.2)
     assert str(tmp_path) in said(capsys, "status", str(tmp_path), code=2)
     write_endpoints(tmp_path, Endpoints(queue="tcp://127.0.0.1:9"))
     assert "tcp://127.0.0.1:9" in said(capsys, "ls", str(tmp_path), code=2)

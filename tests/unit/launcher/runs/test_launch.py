@@ -18,7 +18,7 @@ from aiohttp.test_utils import TestServer
 
 from rl_async.configs.load import load_config
 from rl_async.errors import ConfigError, QueueLost, UserError
-from rl_async.launcher.cli.engine_membership import add_engine
+from rl_async.launcher.cli.live_actions import add_engine
 from rl_async.launcher.run_folder import create, hold
 from rl_async.launcher.runs.launch import (
     check_chat,
@@ -29,7 +29,6 @@ from rl_async.launcher.runs.launch import (
     stop_text,
     unsaved,
 )
-from rl_async.launcher.runs.profile import profile_steps
 from rl_async.process.http_auth import make_tokens, run_token
 from rl_async.process.run_files import Beat, Phase, beat, read_request, trace_file
 from rl_async.rollout_server.vllm.client import ROUTED_BY

@@ -1,6 +1,14 @@
-"""Executes ``rl-async queue ...``: sends a few requests on one connection, and prints text or JSON."""
+"""Acts on a running run: ``rl-async queue ...``, ``rl-async engine list | add | remove`` and ``rl-async profile``.
 
+A command of the queue sends a few requests on one connection, and prints text or JSON. An added engine is started and
+supervised by the user. Like a restarted one it first gets the published weights from the trainer, and then requests. If
+it fails it is cut off and not restarted. Trainer ranks are profiled, and the stacks of other processes sampled.
+"""
+
+import asyncio
+import secrets
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -8,22 +16,66 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
+from rl_async.configs.derived import is_loopback
+from rl_async.configs.engines import EngineKind
 from rl_async.configs.load import load_resolved
-from rl_async.errors import AccessDenied, QueueLost, UserError
+from rl_async.errors import AccessDenied, EngineError, QueueLost, RlAsyncError, UserError
+from rl_async.insight.diagnosis import ObservedEngine
+from rl_async.insight.doctor import launcher_of
 from rl_async.insight.show import reward_parts, reward_text
 from rl_async.insight.terminal import printable
 from rl_async.launcher.plan.planning import HOST
-from rl_async.messages import DeliveredGroup, GroupRecord, Inspection, Refused, Task, Trajectory
-from rl_async.process.http_auth import TOKEN_FILE, make_tokens, run_token, token_from_environment
-from rl_async.process.role import heeded
-from rl_async.process.run_files import ENDPOINTS_FILE, Endpoints, read_endpoints, write_endpoints
+from rl_async.messages import (
+    DeliveredGroup,
+    EngineList,
+    EngineRecord,
+    GroupRecord,
+    Inspection,
+    Refused,
+    Task,
+    Trajectory,
+)
+from rl_async.process.http_auth import (
+    TOKEN_FILE,
+    UNAUTHORISED,
+    make_tokens,
+    read_token,
+    run_token,
+    token_file,
+    token_from_environment,
+)
+from rl_async.process.kernel import read_stat
+from rl_async.process.role import heeded, py_spy
+from rl_async.process.run_files import (
+    ENDPOINTS_FILE,
+    PROFILES_FOLDER,
+    Endpoints,
+    ProcessRecord,
+    read_endpoints,
+    read_roster,
+    traces,
+    write_endpoints,
+    write_request,
+)
+from rl_async.rollout_server.http import EngineHttp
+from rl_async.rollout_server.pool import connect
 from rl_async.transfer_queue.admission import QueueSettings
 from rl_async.transfer_queue.auth.keys import client_keys
 from rl_async.transfer_queue.book import State
 from rl_async.transfer_queue.client import SyncQueueClient
+
+POLL_S = 0.2
+# py-spy may take this long to attach and to write its file.
+ATTACH_S = 60.0
+
+# A router over several engines is noticed unless it sends so many requests in a row to one of them.
+ASKED = 8
+LOOPBACK = (HOST, "localhost")
+ADDED = "added-"
 
 ANSWER_S = 5.0
 # One request for trained groups waits at most this long.
@@ -348,3 +400,164 @@ def nbytes(count: float) -> str:
 def seconds(age: float | None) -> str:
     """Format an age in seconds; empty for None."""
     return "" if age is None else f"{age:.1f} s"
+
+
+def engine_table(engines: EngineList, seen: Sequence[ObservedEngine], processes: Sequence[ProcessRecord]) -> str:
+    """Format the engines and their observed speeds as a table, one line each.
+
+    Below it are the failed engines among the run's ``processes``, which are not restarted.
+    """
+    lines = [f"{'engine':24}{'kind':10}{'version':12}{'answers in':>12}{'tokens/s':>10}  url"]
+    for engine, found in zip(engines.engines, seen, strict=True):
+        version = "none yet" if engine.version is None else str(engine.version)
+        answers = f"{found.answer_s:.2f} s" if found.answers else "never"
+        speed = "" if found.tokens_per_s is None else f"{found.tokens_per_s:.0f}"
+        lines.append(f"{engine.engine_id:24}{engine.kind:10}{version:12}{answers:>12}{speed:>10}  {engine.url}")
+    failed = [process.name for process in processes if process.role == "engine" and process.state == "failed"]
+    lines += [f"{name:24}failed and is not started again: logs/{name}.log" for name in failed]
+    return "\n".join([*lines, f"published: version {engines.published}"])
+
+
+def add_engine(run: Path, url: str, kind: EngineKind, wait_s: float) -> EngineRecord:
+    """Register the engine at ``url`` and wait until it has confirmed the published weights.
+
+    Raises UserError if the run is not running, if no engine of this kind answers there, if it refuses the run's token
+    or accepts requests without, if it is a router over several engines, if the run has it already, or if it was cut off
+    or has no weights after ``wait_s``.
+    """
+    parts = urlsplit(url)
+    if parts.scheme != "http" or parts.hostname is None or parts.port is None:
+        raise UserError(f"{url}: give the engine's address as http://HOST:PORT")
+    if parts.hostname not in LOOPBACK and is_loopback(load_resolved(run / "config.yaml").queue.host):
+        raise UserError(
+            f"{url}: an address on this machine is needed, http://{HOST}:PORT: this run's weights travel on it only"
+        )
+    asyncio.run(_check_engine(url, kind, token_file(run, "engines")))
+    # Names are not reused, since each stands for one process.
+    engine_id = f"{ADDED}{parts.port}-{secrets.token_hex(2)}"
+    with connected(str(run)) as queue:
+        known = queue.engines()
+        for engine in known.engines:
+            if _place(engine.url) == _place(url):
+                raise UserError(f"{url}: the run has it already, as {engine.engine_id}")
+        queue.register_engine(engine_id, url.rstrip("/"), kind)
+        deadline = time.monotonic() + wait_s
+        while True:
+            left = deadline - time.monotonic()
+            known = queue.engines(after=known.revision, wait_s=max(0.0, min(left, ANSWER_S)))
+            record = next((engine for engine in known.engines if engine.engine_id == engine_id), None)
+            if record is not None and record.version is not None:
+                return record
+            if record is None or left <= 0:
+                queue.remove_engine(engine_id, "it took no weights")
+                what = "was cut off" if record is None else f"took no weights within {wait_s:g} s"
+                raise UserError(f"{url}: the engine {what}; {run}/logs/trainer-0.log says why. It was removed again")
+
+
+def _place(url: str) -> tuple[str | None, int | None]:
+    parts = urlsplit(url)
+    return HOST if parts.hostname in LOOPBACK else parts.hostname, parts.port
+
+
+def remove_engine(run: Path, engine_id: str) -> None:
+    """Remove an engine. Its requests move to other engines, with the tokens sampled so far.
+
+    Raises UserError if the run does not have this engine, or started it itself.
+    """
+    with connected(str(run)) as queue:
+        known = [engine.engine_id for engine in queue.engines().engines]
+        if engine_id not in known:
+            raise UserError(f"no engine {engine_id}; there are: {', '.join(known) or 'none'}")
+        if not engine_id.startswith(ADDED):
+            raise UserError(f"{engine_id} belongs to the launcher, which would restart it; set rollout.engines instead")
+        queue.remove_engine(engine_id, "removed by hand")
+
+
+async def _check_engine(url: str, kind: EngineKind, file: Path) -> None:
+    """Raise UserError unless an engine of this kind answers at ``url``, and only to the run's token."""
+    token = read_token(file)
+    client, stranger = connect(kind, url, timeout_s=ANSWER_S, token=token), EngineHttp(url, ANSWER_S)
+    asking = EngineHttp(url, ANSWER_S, token=token)
+    start = f"start it with {TOKEN_FILE}={file} in its environment, or, if it is an embedded one, with --run"
+    try:
+        if not await client.health():
+            raise UserError(f"{url}: no {kind} engine answers GET /health there within {ANSWER_S:g} s")
+        if not await stranger.needs_token():
+            raise UserError(f"{url}: the engine takes requests without a token; {start}")
+        await client.load()
+        if (found := len({await asking.process() for _ in range(ASKED)})) > 1:
+            raise UserError(
+                f"{url}: requests there reach {found} engines in turn, so weights and pauses would miss all but one of "
+                "them; add each engine by its own address"
+            )
+    except EngineError as error:
+        if error.status == UNAUTHORISED[0]:
+            raise UserError(f"{url}: the engine does not take this run's token; {start}") from error
+        raise UserError(f"{url}: not usable as an engine of the kind {kind}, see --engine: {error}") from error
+    finally:
+        await client.close()
+        await stranger.close()
+        await asking.close()
+
+
+def profile_steps(run: Path, steps: int, timeout_s: float) -> list[Path]:
+    """Have every trainer rank record its next ``steps``; return the traces of all steps and ranks.
+
+    Raises UserError if the run is not live, RlAsyncError if it ends early or takes longer than ``timeout_s``.
+    """
+    _require_live(run)
+    wanted, before = steps * load_resolved(run / "config.yaml").trainer.ranks, traces(run)
+    write_request(run, steps)
+    deadline = time.monotonic() + timeout_s
+    while len(found := [file for file, at in traces(run).items() if before.get(file) != at]) < wanted:
+        if launcher_of(run) is None:
+            raise RlAsyncError(f"{run} has ended, with {len(found)} of {wanted} profiles written")
+        if time.monotonic() > deadline:
+            raise RlAsyncError(
+                f"{len(found)} of {wanted} profiles were written within {timeout_s:g} s (--timeout); `rl-async doctor "
+                f"{run}` says what the ranks wait for"
+            )
+        time.sleep(POLL_S)
+    return sorted(found)
+
+
+def sample_process(run: Path, name: str, seconds: float) -> Path:
+    """Sample the Python stacks of one process of the run with py-spy; return the file, for https://speedscope.app.
+
+    Raises UserError if py-spy is not installed or the process does not run here, RlAsyncError if py-spy fails.
+    """
+    tool = py_spy()
+    if tool is None:
+        raise UserError("--process: py-spy is not installed; run `python -m pip install py-spy`")
+    _require_live(run)
+    here = {
+        record.name: record.pid
+        for record in read_roster(run)
+        if not record.host and read_stat(record.pid).started == record.started
+    }
+    if name not in here:
+        raise UserError(f"--process: no process {name} of {run} runs on this machine; there are {', '.join(here)}")
+    (run / PROFILES_FOLDER).mkdir(exist_ok=True)
+    file = run / PROFILES_FOLDER / f"{name}.speedscope.json"
+    command = [tool, "record", "--pid", str(here[name]), "--duration", f"{max(1, round(seconds))}"]
+    # Idle threads are sampled too, since some processes mostly wait.
+    command += ["--nonblocking", "--idle"]
+    try:
+        done = subprocess.run(
+            [*command, "--format", "speedscope", "--output", str(file)],
+            capture_output=True,
+            text=True,
+            timeout=seconds + ATTACH_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RlAsyncError(f"py-spy did not end within {ATTACH_S:g} s after its {seconds:g} s") from error
+    if done.returncode != 0:
+        raise RlAsyncError(f"py-spy could not sample {name} (pid {here[name]}): {done.stderr.strip()[-500:]}")
+    return file
+
+
+def _require_live(run: Path) -> None:
+    if not (run / "config.yaml").is_file():
+        raise UserError(f"{run} is not the folder of a run")
+    if launcher_of(run) is None:
+        raise UserError(f"{run} does not run; set trainer.profile.steps for a run that you start")
