@@ -118,7 +118,7 @@ for _tag in ("int", "float"):
 
 def preset_names() -> list[str]:
     """List the presets, which ``--config`` accepts by name."""
-    folder = resources.files("rl_async.configs.presets")
+    folder = resources.files("rl_async.configs").joinpath("presets")
     return sorted(item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml"))
 
 
@@ -412,7 +412,7 @@ def _find(name_or_path: str) -> tuple[str, str]:
         hint = nearest(name_or_path, preset_names())
         raise ConfigError(f"--config: no preset {name_or_path!r}{hint}; `rl-async config list` shows all")
     file = f"{name_or_path}.yaml"
-    return resources.files("rl_async.configs.presets").joinpath(file).read_text(), file
+    return resources.files("rl_async.configs").joinpath("presets", file).read_text(), file
 
 
 def _lines(node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, int]]:

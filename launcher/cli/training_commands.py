@@ -434,7 +434,7 @@ def _list_presets(arguments: argparse.Namespace) -> int:
     names = preset_names()
     width = max(len(name) for name in names)
     for name in names:
-        text = resources.files("rl_async.configs.presets").joinpath(f"{name}.yaml").read_text()
+        text = resources.files("rl_async.configs").joinpath("presets", f"{name}.yaml").read_text()
         comment = text.partition("\n")[0]
         print(f"{name:<{width}}  {comment.removeprefix('#').strip() if comment.startswith('#') else ''}".rstrip())
     return 0
