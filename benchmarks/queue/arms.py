@@ -31,7 +31,7 @@ from rl_async.transfer_queue.delivery import Counted
 from rl_async.transfer_queue.journal.journal import Journal, MemoryJournal, SqliteJournal
 from rl_async.transfer_queue.ledger import Ledger
 from rl_async.transfer_queue.server import JournalRecorder, QueueLimits, QueueServer, bind, recover, serve_requests
-from rl_async.transfer_queue.shard.__main__ import run_shard
+from rl_async.transfer_queue.shard import run_shard
 from rl_async.transfer_queue.store import Feed, Store
 
 ROWS = 8  # of a group

@@ -34,7 +34,7 @@ from rl_async.transfer_queue.client import SyncQueueClient
 from rl_async.transfer_queue.delivery import Counted, numbered
 from rl_async.transfer_queue.journal.journal import MemoryJournal
 from rl_async.transfer_queue.server import Outgoing, QueueServer, bind, serve_requests
-from rl_async.transfer_queue.shard.__main__ import ShardServer
+from rl_async.transfer_queue.shard import ShardServer
 from rl_async.transfer_queue.store import Feed, Store
 from rl_async.transfer_queue.transitions import TransitionType
 from rl_async.transfer_queue.verbs import SHARD_VERBS, VERBS

@@ -172,13 +172,14 @@ def test_inside_an_engine_only_what_it_brings_is_imported() -> None:
 
 
 ROLES = {  # every role's own process; vLLM's and SGLang's --help are theirs
-    *("transfer_queue", "transfer_queue/shard", "trainer", "trainer/finetune", "rollout_server"),
-    *("agent_loop", "agent_loop/gateway", "agent_loop/environments/player", "reward_loop/server", "launcher/cli"),
+    *("transfer_queue", "trainer", "trainer/finetune", "rollout_server", "reward_loop/server", "launcher/cli"),
+    *("agent_loop", "agent_loop/gateway", "agent_loop/environments/player"),
 }
+STARTS = [*(f"{role}/__main__.py" for role in sorted(ROLES)), "launcher/runs/prepare.py", "transfer_queue/shard.py"]
 SLOW = {*HOME_OF, "transformers", "peft", "accelerate"}  # each takes seconds to import
 
 
-@pytest.mark.parametrize("start", [*(f"{role}/__main__.py" for role in sorted(ROLES)), "launcher/runs/prepare.py"])
+@pytest.mark.parametrize("start", STARTS)
 def test_help_imports_nothing_slow(start: str) -> None:
     """What is imported before arguments are parsed, the packages on the way included."""
     more = {"aiohttp", "pyarrow", "zmq"} if start.startswith("launcher/cli/") else set()  # users type that one

@@ -41,7 +41,7 @@ from rl_async.transfer_queue.server import (
     bind,
     serve_requests,
 )
-from rl_async.transfer_queue.shard.__main__ import ShardServer
+from rl_async.transfer_queue.shard import ShardServer
 from rl_async.transfer_queue.store import Feed, Store
 from rl_async.transfer_queue.transitions import (
     Admitted,
