@@ -23,7 +23,7 @@ from rl_async.launcher.plan.artifacts import checkpoints
 from rl_async.launcher.plan.machine import read_machine, with_adapter_way
 from rl_async.launcher.plan.memory import model_size
 from rl_async.launcher.sources import Fetched, kept_sources
-from rl_async.transfer_queue.journal.journal import FILE as SQLITE
+from rl_async.transfer_queue.journal import FILE as SQLITE
 from rl_async.transfer_queue.ledger import tells_end, tells_samples
 
 # Records, in a run folder, the files that were fetched for the run.

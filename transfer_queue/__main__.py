@@ -31,7 +31,7 @@ from rl_async.transfer_queue.auth.keys import Authenticator, client_keys, is_fil
 from rl_async.transfer_queue.chat_messages import Schemas, read_schemas
 from rl_async.transfer_queue.dataset import NO_SCHEMAS, make_sources
 from rl_async.transfer_queue.delivery import GrowingTaskList, TaskSource
-from rl_async.transfer_queue.journal.journal import Journal, MemoryJournal
+from rl_async.transfer_queue.journal import Journal, MemoryJournal
 from rl_async.transfer_queue.ledger import Ledger
 from rl_async.transfer_queue.server import JournalRecorder, QueueLimits, QueueServer, bind, recover, serve_requests
 from rl_async.transfer_queue.store import Feed, Store
@@ -123,7 +123,7 @@ def open_journal(config: RunConfig, run: Path) -> Journal:
     """
     match config.queue.journal:
         case "sqlite":
-            from rl_async.transfer_queue.journal.journal import SqliteJournal
+            from rl_async.transfer_queue.journal import SqliteJournal
 
             sqlite = config.queue.sqlite or SqliteConfig()
             folder = Path(sqlite.folder) / config.name if sqlite.folder else run
@@ -134,7 +134,7 @@ def open_journal(config: RunConfig, run: Path) -> Journal:
             return SqliteJournal(folder, config.name, sqlite.synchronous)
         case "redis":
             try:
-                from rl_async.transfer_queue.journal.redis import RedisJournal
+                from rl_async.transfer_queue.redis_journal import RedisJournal
             except ModuleNotFoundError as error:
                 if error.name != "redis":
                     raise

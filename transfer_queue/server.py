@@ -47,7 +47,7 @@ from rl_async.transfer_queue.admission import QueueSettings, Sampling
 from rl_async.transfer_queue.auth.keys import Authenticator, ServerKeys, folder_of, is_file, lock, public_of
 from rl_async.transfer_queue.auth.roles import AllowList, Role
 from rl_async.transfer_queue.delivery import TaskList
-from rl_async.transfer_queue.journal.journal import Journal, MemoryJournal, SqliteJournal
+from rl_async.transfer_queue.journal import Journal, MemoryJournal, SqliteJournal
 from rl_async.transfer_queue.ledger import Ledger
 from rl_async.transfer_queue.store import Feed, Rates, Store
 from rl_async.transfer_queue.verbs import ENGINES_CHANGE, VERBS, Announcing, Incoming, Leasing, Response, Serving, Verb

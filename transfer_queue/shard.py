@@ -38,7 +38,7 @@ from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.auth.keys import Authenticator, client_keys, is_file, server_keys
 from rl_async.transfer_queue.auth.roles import AllowList
 from rl_async.transfer_queue.client import SyncQueueClient
-from rl_async.transfer_queue.journal.journal import ALL_GROUPS, Payloads
+from rl_async.transfer_queue.journal import ALL_GROUPS, Payloads
 from rl_async.transfer_queue.server import Gate, Outgoing, QueueLimits, bind, serve_requests
 from rl_async.transfer_queue.verbs import SHARD_VERBS, Response
 

@@ -23,7 +23,7 @@ from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.auth.roles import EVERYBODY, Role
 from rl_async.transfer_queue.delivery import Delivery
 from rl_async.transfer_queue.images import images_by_hash
-from rl_async.transfer_queue.journal.journal import FREEING, Journal
+from rl_async.transfer_queue.journal import FREEING, Journal
 from rl_async.transfer_queue.registry import Engines
 from rl_async.transfer_queue.store import Rates, Store, group_list, peek
 

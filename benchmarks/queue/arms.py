@@ -28,7 +28,7 @@ from rl_async.transfer_queue.auth.keys import Authenticator, ClientKeys, ServerK
 from rl_async.transfer_queue.auth.roles import AllowList, Role
 from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
 from rl_async.transfer_queue.delivery import Counted
-from rl_async.transfer_queue.journal.journal import Journal, MemoryJournal, SqliteJournal
+from rl_async.transfer_queue.journal import Journal, MemoryJournal, SqliteJournal
 from rl_async.transfer_queue.ledger import Ledger
 from rl_async.transfer_queue.server import JournalRecorder, QueueLimits, QueueServer, bind, recover, serve_requests
 from rl_async.transfer_queue.shard import run_shard

@@ -18,7 +18,7 @@ from rl_async import messages as m
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.client import SyncQueueClient
 from rl_async.transfer_queue.delivery import Counted
-from rl_async.transfer_queue.journal.journal import MemoryJournal
+from rl_async.transfer_queue.journal import MemoryJournal
 from rl_async.transfer_queue.ledger import Ledger
 from rl_async.transfer_queue.server import JournalRecorder, QueueServer, recover
 from rl_async.transfer_queue.store import Feed, Store

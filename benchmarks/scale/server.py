@@ -14,7 +14,7 @@ from benchmarks.queue.arms import ready
 from rl_async.process.allocation import collect_rarely, reuse_freed_memory
 from rl_async.transfer_queue.admission import QueueSettings
 from rl_async.transfer_queue.delivery import Counted
-from rl_async.transfer_queue.journal.journal import MemoryJournal
+from rl_async.transfer_queue.journal import MemoryJournal
 from rl_async.transfer_queue.ledger import Ledger
 from rl_async.transfer_queue.server import JournalRecorder, QueueLimits, QueueServer, bind, recover, serve_requests
 from rl_async.transfer_queue.store import Feed, Store

@@ -32,7 +32,7 @@ from rl_async.transfer_queue.auth.keys import Authenticator, ClientKeys, ServerK
 from rl_async.transfer_queue.auth.roles import ROLES, AllowList, Role
 from rl_async.transfer_queue.client import SyncQueueClient
 from rl_async.transfer_queue.delivery import Counted, numbered
-from rl_async.transfer_queue.journal.journal import MemoryJournal
+from rl_async.transfer_queue.journal import MemoryJournal
 from rl_async.transfer_queue.server import Outgoing, QueueServer, bind, serve_requests
 from rl_async.transfer_queue.shard import ShardServer
 from rl_async.transfer_queue.store import Feed, Store

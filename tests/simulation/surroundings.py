@@ -17,7 +17,7 @@ from rl_async.codec import Frame
 from rl_async.messages import RowKey
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.client import refusal
-from rl_async.transfer_queue.journal.journal import Recovered, freed_by
+from rl_async.transfer_queue.journal import Recovered, freed_by
 from rl_async.transfer_queue.transitions import Transition, TransitionType
 
 if TYPE_CHECKING:

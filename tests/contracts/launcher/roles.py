@@ -41,7 +41,7 @@ def queue(folder: Path, port: int) -> None:
     import zmq
 
     from rl_async.transfer_queue.admission import QueueSettings
-    from rl_async.transfer_queue.journal.journal import SqliteJournal
+    from rl_async.transfer_queue.journal import SqliteJournal
     from rl_async.transfer_queue.server import QueueServer, bind, serve_requests
     from rl_async.transfer_queue.store import Feed, Store
 

@@ -15,7 +15,7 @@ from rl_async.files import make_durable_folder
 from rl_async.messages import Done, Reserved, Version
 from rl_async.transfer_queue.admission import QueueSettings
 from rl_async.transfer_queue.delivery import Counted
-from rl_async.transfer_queue.journal.journal import Journal, SqliteJournal, Synchronous
+from rl_async.transfer_queue.journal import Journal, SqliteJournal, Synchronous
 from rl_async.transfer_queue.ledger import COMPACTED, Ledger
 from rl_async.transfer_queue.server import JournalRecorder, recover
 from rl_async.transfer_queue.store import Feed, Store

@@ -13,7 +13,7 @@ from pathlib import Path
 import redis
 
 from rl_async.files import make_durable_folder
-from rl_async.transfer_queue.journal.redis import RedisJournal
+from rl_async.transfer_queue.redis_journal import RedisJournal
 from tests.contracts.power.queue import RUN, Promise, Queue, train
 from tests.support.ports import free_port
 from tests.support.power.cuts import Change, marks_of

@@ -15,7 +15,7 @@ from rl_async.transfer_queue.admission import QueueSettings
 from rl_async.transfer_queue.auth.keys import Authenticator, ServerKeys, is_file
 from rl_async.transfer_queue.client import QueueClient
 from rl_async.transfer_queue.delivery import Counted, numbered
-from rl_async.transfer_queue.journal.journal import Journal, MemoryJournal
+from rl_async.transfer_queue.journal import Journal, MemoryJournal
 from rl_async.transfer_queue.server import QueueLimits, QueueServer, bind, serve_requests
 from rl_async.transfer_queue.store import Feed, Store
 

@@ -17,7 +17,7 @@ from rl_async.launcher.cli.__main__ import main
 from rl_async.messages import Delivered, Done, Refused, Subscription, Task, Version
 from rl_async.transfer_queue import SyncQueueClient, read_groups, serve
 from rl_async.transfer_queue.delivery import numbered
-from rl_async.transfer_queue.journal.journal import MemoryJournal
+from rl_async.transfer_queue.journal import MemoryJournal
 from tests.contracts.queue.peers import trajectory
 from tests.contracts.queue_storage.journals import SETTINGS, Driver, OpenJournal, journals, payload
 

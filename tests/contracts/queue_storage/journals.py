@@ -19,7 +19,7 @@ from rl_async.transfer_queue.admission import QueueSettings
 from rl_async.transfer_queue.client import SyncQueueClient
 from rl_async.transfer_queue.delivery import Counted
 from rl_async.transfer_queue.journal.journal import Journal, MemoryJournal, SqliteJournal
-from rl_async.transfer_queue.journal.redis import RedisJournal
+from rl_async.transfer_queue.redis_journal import RedisJournal
 from rl_async.transfer_queue.shard import run_shard
 from rl_async.transfer_queue.store import Feed, Store
 from tests.contracts.queue.peers import RunningQueue

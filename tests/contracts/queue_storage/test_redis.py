@@ -18,8 +18,8 @@ import redis
 from rl_async.errors import JournalError
 from rl_async.messages import Done, Version
 from rl_async.transfer_queue.delivery import Counted
-from rl_async.transfer_queue.journal.redis import RedisJournal
 from rl_async.transfer_queue.ledger import Ledger
+from rl_async.transfer_queue.redis_journal import RedisJournal
 from rl_async.transfer_queue.server import JournalRecorder, recover
 from rl_async.transfer_queue.store import Feed, Store
 from rl_async.transfer_queue.transitions import GrantVoided

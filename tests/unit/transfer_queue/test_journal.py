@@ -11,12 +11,12 @@ from msgspec.structs import replace
 
 from rl_async.errors import DataError, JournalError, ProtocolError, UserError
 from rl_async.messages import Done, Malformed, Sampling, Status, Trajectory, Version
+from rl_async.transfer_queue import journal as payloads_module
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.admission import QueueSettings
 from rl_async.transfer_queue.book import Leases, Lost
 from rl_async.transfer_queue.client import checked
-from rl_async.transfer_queue.journal import journal as payloads_module
-from rl_async.transfer_queue.journal.journal import (
+from rl_async.transfer_queue.journal import (
     MemoryJournal,
     Payloads,
     SqliteJournal,

@@ -27,7 +27,7 @@ from rl_async.transfer_queue.admission import QueueSettings
 from rl_async.transfer_queue.auth.keys import make_client_keys, make_keys, read_client_keys
 from rl_async.transfer_queue.auth.roles import ROLES, AllowList
 from rl_async.transfer_queue.delivery import Counted
-from rl_async.transfer_queue.journal.journal import MemoryJournal
+from rl_async.transfer_queue.journal import MemoryJournal
 from rl_async.transfer_queue.server import (
     IDLE_S,
     MOST_REQUESTS,

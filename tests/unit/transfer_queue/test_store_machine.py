@@ -26,7 +26,7 @@ from rl_async.transfer_queue.admission import QueueSettings
 from rl_async.transfer_queue.book import EVAL_GROUPS, OpenCounts, State
 from rl_async.transfer_queue.client import chosen
 from rl_async.transfer_queue.delivery import NO_SIGNAL, Counted, numbered
-from rl_async.transfer_queue.journal.journal import freed_by
+from rl_async.transfer_queue.journal import freed_by
 from rl_async.transfer_queue.store import Store
 from rl_async.transfer_queue.transitions import (
     Admitted,

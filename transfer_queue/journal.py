@@ -1,7 +1,9 @@
 """Journals: the interface, the journal in memory, and the one in the run folder.
 
-A journal records transitions and payloads, and never decodes a payload. A transition says which payloads it frees.
-The journal in memory ends with the process.
+A journal records transitions and payloads, and never decodes a payload; a restarted queue continues where it ends. A
+transition says which payloads it frees. The journal in memory ends with the process. To add a backend, implement
+``Journal`` in a file beside ``redis_journal.py``, pass the tests in ``tests/contracts/queue_storage``, and name it in
+``open_journal`` and in the config's schema.
 
 ``SqliteJournal`` writes transitions to ``queue.sqlite`` (write-ahead log) and payload bytes to segment files. A flush
 hands the payloads to their file first and then commits one transaction with the transitions and the places of the

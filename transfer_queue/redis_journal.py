@@ -25,7 +25,7 @@ from rl_async.codec import Frame
 from rl_async.errors import JournalError
 from rl_async.files import UNDECODABLE
 from rl_async.messages import RowKey
-from rl_async.transfer_queue.journal.journal import (
+from rl_async.transfer_queue.journal import (
     CHECKED,
     JOURNAL_SCHEMA,
     Recovered,
