@@ -2,7 +2,7 @@
 
 ``LocalEnvironments`` makes and opens them in this process: an agent worker, or one of its hosts. An adapter is made
 from the NAME in `agent.environment=PROJECT:NAME`, a task and `agent.environment_options`. To add one, write its class
-in a file of this folder and add a line to ``ADAPTERS``.
+in ``adapters.py``, or in a file of this folder, and add a line to ``ADAPTERS``.
 """
 
 import contextlib
@@ -11,6 +11,15 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from rl_async.agent_loop.environments.adapters import (
+    Gymnasium,
+    OpenEnv,
+    PettingZoo,
+    ReasoningGym,
+    Verifiers,
+    Verl,
+    text_arena,
+)
 from rl_async.agent_loop.environments.built_in import (
     CollaborativeUser,
     Customer,
@@ -20,11 +29,8 @@ from rl_async.agent_loop.environments.built_in import (
     SimulatedUser,
 )
 from rl_async.agent_loop.environments.harbor import harbor_tasks
-from rl_async.agent_loop.environments.seeded import Gymnasium, OpenEnv, PettingZoo, ReasoningGym, text_arena
 from rl_async.agent_loop.environments.session import GameSession, Session, call_user, check_opponents
 from rl_async.agent_loop.environments.speakers import Services
-from rl_async.agent_loop.environments.verifiers import Verifiers
-from rl_async.agent_loop.environments.verl import Verl
 from rl_async.errors import ConfigError, RlAsyncError
 from rl_async.messages import Task
 from rl_async.userload import find_neighbours, is_user_reference, load_user_object

@@ -333,7 +333,7 @@ WITHOUT = {
     ("agent_loop/tools/mcp_connection.py", "_answered"): "the SDK encodes it in this process",
     ("agent_loop/environments/host_process.py", "serve"): PEER,
     ("agent_loop/environments/player/verifiers.py", "main"): PEER,
-    ("agent_loop/environments/verifiers.py", "_load"): CHECKED,
+    ("agent_loop/environments/adapters.py", "_load"): CHECKED,
     ("agent_loop/gateway/anthropic.py", "blocks"): CHECKED,
     ("sandbox/inside.py", "serve"): PEER,
     ("insight/tail.py", "record_of"): CALLER,

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rl_async.agent_loop.environments.seeded import text_arena
+from rl_async.agent_loop.environments.adapters import text_arena
 from rl_async.messages import Task
 
 PROMPT = {"role": "system", "content": "Play to win."}
