@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e import command as command_line
+from tests.e2e import small_runs as command_line
 from tests.e2e.artifacts import make
 from tests.e2e.browser import CHROMIUM
 from tests.e2e.small_runs import SMALL, Run

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e import command
+from tests.e2e import small_runs as command
 from tests.e2e.small_runs import HARDLY_WARM, RL_ASYNC, finish, start
 from tests.support.forked import Forked
 from tests.support.ports import listeners

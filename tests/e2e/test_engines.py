@@ -17,7 +17,7 @@ import pytest
 from rl_async.launcher.cli.__main__ import main
 from rl_async.process.http_auth import bearer, run_token
 from rl_async.recording import files_of_step, read_trajectories
-from tests.e2e import command
+from tests.e2e import small_runs as command
 from tests.e2e.small_runs import APART, HARDLY_WARM, RL_ASYNC, succeed
 from tests.support.forked import Forked
 from tests.support.ports import free_port

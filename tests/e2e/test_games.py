@@ -11,7 +11,7 @@ import pytest
 
 from rl_async.messages import Trajectory, by_role
 from rl_async.recording import read_trajectories
-from tests.e2e import command
+from tests.e2e import small_runs as command
 from tests.e2e.small_runs import HARDLY_WARM, succeed
 
 GAME = """

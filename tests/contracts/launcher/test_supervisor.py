@@ -22,6 +22,7 @@ from rl_async.launcher.plan.planning import PortWish, assign_ports
 from rl_async.launcher.ray_keeper import AllocationRequest, Keeper, KeeperGone, KeeperSilent, RemoteChild
 from rl_async.launcher.supervisor import Interrupted, RoleFailed, Supervisor
 from rl_async.process.kernel import ENDED, state_of
+from rl_async.process.run_files import read_roster
 
 DRIVER = Path(__file__).with_name("supervisor_process.py")
 SLOW = pytest.mark.slow

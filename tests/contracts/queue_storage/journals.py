@@ -18,7 +18,7 @@ from rl_async.messages import Done, LeasedGroup, Reserved, Task, TrajectoryHeade
 from rl_async.transfer_queue.admission import QueueSettings
 from rl_async.transfer_queue.client import SyncQueueClient
 from rl_async.transfer_queue.delivery import Counted
-from rl_async.transfer_queue.journal.journal import Journal, MemoryJournal, SqliteJournal
+from rl_async.transfer_queue.journal import Journal, MemoryJournal, SqliteJournal
 from rl_async.transfer_queue.redis_journal import RedisJournal
 from rl_async.transfer_queue.shard import run_shard
 from rl_async.transfer_queue.store import Feed, Store

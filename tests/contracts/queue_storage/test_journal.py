@@ -16,8 +16,8 @@ import pytest
 
 from rl_async.errors import JournalError
 from rl_async.messages import Done, Resumed, Version
-from rl_async.transfer_queue.journal import journal as journal_module
-from rl_async.transfer_queue.journal.journal import JOURNAL_SCHEMA, SqliteJournal
+from rl_async.transfer_queue import journal
+from rl_async.transfer_queue.journal import JOURNAL_SCHEMA, SqliteJournal
 from tests.contracts.queue_storage.journals import (
     Driver,
     OpenJournal,
@@ -210,7 +210,7 @@ def test_a_journal_on_a_file_system_that_hosts_share_is_refused(
     """Its locks and its log are those of one host; two queues could write one file."""
     table = tmp_path / "mountinfo"
     table.write_text(f"30 22 0:26 / {tmp_path} rw shared:2 - nfs4 server:/home rw\n")
-    monkeypatch.setattr(journal_module, "MOUNTS", table)
+    monkeypatch.setattr(journal, "MOUNTS", table)
     with pytest.raises(JournalError, match=r"nfs4.*queue\.sqlite\.folder"):
         Driver(sqlite_journals(tmp_path))
     assert list(tmp_path.iterdir()) == [table]

@@ -21,7 +21,7 @@ from rl_async.process.run_files import Endpoints, write_endpoints
 from rl_async.trainer.checkpoints import damage_of, list_checkpoints
 from rl_async.transfer_queue.auth.keys import provide_keys
 from tests.chaos.history import Expected, problems
-from tests.e2e import command
+from tests.e2e import small_runs as command
 from tests.e2e.small_runs import HARDLY_WARM, call, metrics, succeed
 from tests.support.forked import Forked
 from tests.support.ports import free_port

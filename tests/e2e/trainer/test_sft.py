@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 
 from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
 from rl_async.configs.load import dump, load_resolved
-from tests.e2e import command as command_line
+from tests.e2e import small_runs as command_line
 from tests.e2e.small_runs import RL_ASYNC
 from tests.support.forked import Forked
 from tests.support.rounding import assert_trained_alike, pass_rounding

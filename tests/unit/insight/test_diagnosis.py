@@ -24,6 +24,7 @@ from rl_async.insight.doctor import is_evaluated, is_evaluated_in_part, launcher
 from rl_async.launcher.run_folder import hold
 from rl_async.messages import GroupRecord, Inspection, LeaseRecord, StatusReport, Version
 from rl_async.process.role import Frame
+from rl_async.process.run_files import ProcessRecord
 from rl_async.recording import evaluation_file, trained_file, write_trajectories
 
 IN_ALL_REDUCE = (Frame("/x/torch/distributed/distributed_c10d.py", "1", "all_reduce"), Frame("/x/u.py", "2", "update"))

@@ -18,7 +18,7 @@ from aiohttp.test_utils import TestServer
 
 from rl_async.configs.load import load_config
 from rl_async.errors import ConfigError, QueueLost, UserError
-from rl_async.launcher.cli.live_actions import add_engine
+from rl_async.launcher.cli.live_actions import add_engine, profile_steps
 from rl_async.launcher.run_folder import create, hold
 from rl_async.launcher.runs.launch import (
     check_chat,
