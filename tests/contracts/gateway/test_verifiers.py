@@ -26,7 +26,7 @@ PYTHON = Path(os.environ.get(VARIABLE, ROOT / ".venv-verifiers/bin/python"))
 MODULES = ROOT / "tests/contracts/environments/modules"
 FOUND = {"PYTHONPATH": str(MODULES)}  # where verifiers finds environments by name
 KEEPER = "rl_async.agent_loop.environments.player"
-MISSING = f"no verifiers 0.4 to play; install it with scripts/install environments ({VARIABLE})"
+MISSING = f"no verifiers 0.4 to play; install it with scripts/install verifiers ({VARIABLE})"
 # verifiers takes seconds to import, on a busy machine a minute.
 pytestmark = [pytest.mark.skipif(not PYTHON.is_file(), reason=MISSING), pytest.mark.timeout(600)]
 
