@@ -36,9 +36,6 @@ real: $(VENV)/.real
 test: setup-test
 	$(RUN_TESTS) -m "not slow and not nightly" $(TESTS)
 
-# vLLM's engines compute all the time, and each takes 2 GB.
-test-slow test-nightly: WORKERS := 3
-
 test-slow: setup-test
 	$(RUN_TESTS) $(if $(LISTED),--slow-or-listed=$(LISTED),-m "slow and not nightly") $(TESTS)
 
