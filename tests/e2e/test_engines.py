@@ -269,6 +269,7 @@ def test_a_model_learns_to_zoom_and_to_read_the_tools_image(tmp_path: Path) -> N
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.nightly
 def test_nothing_is_learned_from_noise(tmp_path: Path) -> None:
     """The likeliest sum is right in a tenth of the tasks; five standard deviations of 64 of them are 0.19."""
     data = "data.make=noise", "warm_start.gate=0", "trainer.steps=20"
