@@ -536,7 +536,7 @@ class WeightCoordinator:
         self._meet = meet
         self._exits = AsyncExitStack()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="weight-coordinator", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="weight-coordinator", daemon=True)
         self._thread.start()
 
         async def start() -> tuple[Fleet, asyncio.Task[None]]:
@@ -592,7 +592,8 @@ class WeightCoordinator:
             self._wait(stop(), CLOSE_S)
         except TimeoutError:
             log.warning("the weight coordinator did not close within %g s and is left behind", CLOSE_S)
-        self._stop_loop()
+        finally:
+            self._stop_loop()
 
     def __enter__(self) -> Self:
         return self
@@ -631,11 +632,22 @@ class WeightCoordinator:
             future.cancel()
 
     def _stop_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        """Stop the loop once its tasks have ended. One whose tasks do not end goes on in its daemon thread."""
+
+        async def end_tasks() -> None:
+            rest = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in rest:
+                task.cancel()
+            if rest:
+                await asyncio.wait(rest)
+            self._loop.stop()
+
+        asyncio.run_coroutine_threadsafe(end_tasks(), self._loop)
         self._thread.join(CLOSE_S)
-        # A loop that still runs is in a daemon thread, and ends with the process.
-        with suppress(RuntimeError):
-            self._loop.close()
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
 
 
 # --- how training and generation share devices

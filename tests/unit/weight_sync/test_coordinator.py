@@ -1,6 +1,7 @@
 """Publications, late engines and failures: the fleet, the trainer's blocking interface to it, and the phases."""
 
 import asyncio
+import gc
 import queue
 import threading
 import time
@@ -885,6 +886,40 @@ class Registry(EngineDirectory):
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Any]:
         yield self
+
+
+def test_an_engine_that_is_slow_to_let_go_leaves_no_pending_task(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(coordinator_module, "CLOSE_S", 0.1)
+    begun, let_go = threading.Event(), threading.Event()
+
+    class Slow(Engine):
+        async def version(self) -> Version | None:
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                with suppress(asyncio.CancelledError):
+                    await asyncio.sleep(60)
+                let_go.set()
+            return None
+
+    class WithLateOne(Registry):
+        async def publish(self, version: Version, engines: list[str]) -> None:
+            await super().publish(version, engines)
+            self.add("late", Slow())
+
+    directory = WithLateOne(first=Engine())
+    with WeightCoordinator(directory.open, directory.connect, SYNC) as weights:
+        weights.publish(Version(0, 1), buckets())
+        assert begun.wait(30)
+        thread = weights._thread
+    thread.join(30)
+    assert let_go.is_set()
+    del weights
+    gc.collect()
+    assert "destroyed" not in caplog.text
 
 
 def test_ranks_wait_for_a_publication_that_takes_longer_than_a_collective_may(monkeypatch: pytest.MonkeyPatch) -> None:
