@@ -113,6 +113,15 @@ async def outcomes(*work: Awaitable[T]) -> list[T | BaseException]:
     return await asyncio.gather(*work, return_exceptions=True)
 
 
+async def end_other_tasks() -> None:
+    """Cancel the other tasks of this event loop, which is about to stop, and wait until they have ended."""
+    rest = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in rest:
+        task.cancel()
+    if rest:
+        await asyncio.wait(rest)
+
+
 class Closeable(Protocol):
     """A resource that its opener must close."""
 

@@ -21,7 +21,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self, TypeVar
 
-from rl_async.concurrency import Overdue, in_daemon_thread, opened_in_thread, to_the_end, within
+from rl_async.concurrency import Overdue, end_other_tasks, in_daemon_thread, opened_in_thread, to_the_end, within
 from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.errors import RlAsyncError, TrainerReplaced, WeightSyncError
 from rl_async.messages import EngineRecord, Version
@@ -634,15 +634,11 @@ class WeightCoordinator:
     def _stop_loop(self) -> None:
         """Stop the loop once its tasks have ended. One whose tasks do not end goes on in its daemon thread."""
 
-        async def end_tasks() -> None:
-            rest = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in rest:
-                task.cancel()
-            if rest:
-                await asyncio.wait(rest)
+        async def stop() -> None:
+            await end_other_tasks()
             self._loop.stop()
 
-        asyncio.run_coroutine_threadsafe(end_tasks(), self._loop)
+        asyncio.run_coroutine_threadsafe(stop(), self._loop)
         self._thread.join(CLOSE_S)
 
     def _run(self) -> None:

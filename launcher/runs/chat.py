@@ -31,6 +31,7 @@ from rl_async.agent_loop.tools.tool_registry import (
     connect_servers,
     task_tools,
 )
+from rl_async.concurrency import end_other_tasks
 from rl_async.configs.load import load_config, load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ProtocolError, QueueLost, RlAsyncError, UserError
@@ -513,6 +514,7 @@ def _loop_of_a_thread() -> Iterator[RunsCoroutines]:
     try:
         yield run
     finally:
+        run(end_other_tasks())
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
