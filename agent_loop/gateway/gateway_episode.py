@@ -596,6 +596,11 @@ class GatewayEpisode:
         """Note a sign of life of the program."""
         self._heard = time.monotonic()
 
+    def excuse(self, seconds: float) -> None:
+        """Take a pause of this process, in which it could not hear the program, off the episode's time."""
+        self.began += seconds
+        self._heard += seconds
+
     def idle_s(self, now: float) -> float:
         """Return for how many seconds the program has given no sign of life; 0 while it waits for an answer."""
         return 0.0 if self._in_flight else now - self._heard

@@ -46,7 +46,7 @@ from rl_async.agent_loop.gateway.chat import (
 from rl_async.agent_loop.gateway.gateway_episode import Asked, GatewayEpisode, Release, give_reward, task_view
 from rl_async.agent_loop.telemetry import SamplesCollector
 from rl_async.agent_loop.worker import GatewayQueue, Repetitions, RewardScorer, beginning, cancel_on_signals
-from rl_async.concurrency import off_loop
+from rl_async.concurrency import LOOK_S, off_loop
 from rl_async.configs.checks import gateway_problem
 from rl_async.configs.load import load_resolved
 from rl_async.configs.schema.rollout import GatewayConfig
@@ -223,8 +223,14 @@ class OpenEpisodes:
         """
         limit, idle = self._config.agent.episode_timeout_s, self._options.idle_timeout_s
         while True:
-            await asyncio.sleep(min(1.0, limit / 4, idle / 4))
+            began, pause = time.monotonic(), min(1.0, limit / 4, idle / 4)
+            await asyncio.sleep(pause)
             now = time.monotonic()
+            if (held_up_s := now - began - pause - LOOK_S) > 0:
+                self._last_request = min(now, self._last_request + held_up_s)
+                self._last_attended = min(now, self._last_attended + held_up_s)
+                for episode in self._open.values():
+                    episode.excuse(held_up_s)
             for episode in list(self._open.values()):
                 late = self._late(episode, now)
                 if late and not (episode.closed or episode.ending.locked()):

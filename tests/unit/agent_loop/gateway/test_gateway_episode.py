@@ -424,6 +424,21 @@ async def test_an_episode_whose_program_is_silent_is_given_up_and_one_with_heart
     assert "agent.gateway.idle_timeout_s" in queue.failures[0][2]
 
 
+async def test_a_pause_of_the_gateway_is_no_silence_of_programs(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "LOOK_S", 0.1)
+    queue = FakeQueue([leased(samples=2)])
+    async with gateway(queue, renderer, Gone(), gateway=GatewayConfig(idle_timeout_s=1.0)) as episodes:
+        episode = await begin(episodes)
+        await asyncio.sleep(0.05)
+        time.sleep(2.0)  # noqa: ASYNC251  the process is to stand still
+        await asyncio.sleep(0.4)
+        assert episodes.get(episode.id) is episode and episodes.unattended_s(time.monotonic()) == 0.0
+        async with asyncio.timeout(30):
+            await queue.failed.wait()
+
+
 @pytest.mark.usefixtures("simulated_time")
 async def test_waiting_for_an_answer_is_no_silence(renderer: ChatRenderer) -> None:
     asked, answering = asyncio.Event(), asyncio.Event()
