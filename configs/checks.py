@@ -1064,6 +1064,8 @@ def fsdp2(c: RunConfig) -> str | None:
             f"trainer.ranks={t.ranks} must be a multiple of trainer.sequence_parallel={t.sequence_parallel}, the ranks "
             "that share each row"
         )
+    if t.optimizer == "adamw_8bit" and t.cpu_offload:
+        return "trainer.optimizer=adamw_8bit does not work with trainer.cpu_offload, as it runs on the GPU; use adamw"
     if t.optimizer == "muon" and (t.lora is not None or t.cpu_offload):
         key = "cpu_offload" if t.lora is None else "lora"
         reason = "it multiplies whole matrices on the GPU" if t.lora is None else "it trains whole matrices"

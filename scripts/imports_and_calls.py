@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 # Packages that `make setup-test` leaves out.
-OPTIONAL = {"liger_kernel", "megatron", "mlflow", "ray", "sglang", "vllm", "wandb"}  # extras
+OPTIONAL = {"liger_kernel", "megatron", "mlflow", "ray", "sglang", "torchao", "vllm", "wandb"}  # extras
 OPTIONAL |= {"gymnasium", "openenv", "pettingzoo", "textarena", "verifiers"}  # of scripts/install environments
 OPTIONAL |= {"anthropic", "datasets", "pydantic_ai", "tensordict", "trl", "verl"}  # of tests and benchmarks
 OPTIONAL |= {"grafana_foundation_sdk"}  # the same

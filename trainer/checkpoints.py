@@ -393,15 +393,22 @@ DTYPES = {
 }
 ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 SUFFIX = ".safetensors"
-# MOMENT separates the name of a parameter from that of a tensor of AdamW, STEPS names the number of optimizer steps,
-# and SHARDING is a key in the header's metadata.
+# MOMENT separates the name of a parameter from that of an optimizer's tensor, MOMENTS are the latter of AdamW, STEPS
+# names the number of optimizer steps, and SHARDING is a key in the header's metadata.
 MOMENT = "|"
+MOMENTS = ("exp_avg", "exp_avg_sq")
 STEPS = f"schedule{MOMENT}steps"
 SHARDING = "DCP_SHARDING_INFO"
 NO_NOTES: Mapping[str, str] = {}
 # A full disk raises either, depending on who was writing. A missing tensor or another shape is unreadable, too.
 FAILURES = (OSError, SafetensorError)
 UNREADABLE = (*FAILURES, ValueError, KeyError)
+
+
+def beyond_adamw(sizes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
+    """Return those of a checkpoint's tensors, as shapes by name, that AdamW in float32 does not keep."""
+    names = (name for name in sizes if MOMENT in name and name != STEPS)
+    return {name: tuple(sizes[name]) for name in names if name.rpartition(MOMENT)[2] not in MOMENTS}
 
 
 class StoredPart(NamedTuple):

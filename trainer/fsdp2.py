@@ -25,10 +25,20 @@ from torch.utils.checkpoint import (
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged, UserError
 from rl_async.torch_shared import to_host
+from rl_async.trainer.adamw_8bit import AdamW8bit
 from rl_async.trainer.attention import join_groups
 from rl_async.trainer.backend import ADAM_BETA1, LossFn, OutputName, Outputs, Published, learning_rate_factor
 from rl_async.trainer.batch_layout import row_cost_of
-from rl_async.trainer.checkpoints import MOMENT, STEPS, StoredShards, host_copy, own_parts, read_shards, write_shards
+from rl_async.trainer.checkpoints import (
+    MOMENT,
+    STEPS,
+    StoredShards,
+    beyond_adamw,
+    host_copy,
+    own_parts,
+    read_shards,
+    write_shards,
+)
 from rl_async.trainer.export import (
     SHARDS,
     WEIGHTS,
@@ -41,7 +51,7 @@ from rl_async.trainer.export import (
 from rl_async.trainer.families import text_of
 from rl_async.trainer.lora import adapters, attach, base_alone, draw, merged, without_adapters
 from rl_async.trainer.model import MODEL_FOLDER, Head, Headed, build_headed, replay_routers
-from rl_async.trainer.muon import MUON_MOMENT, Muon
+from rl_async.trainer.muon import Muon
 from rl_async.trainer.packing import Tensors
 from rl_async.trainer.ranks import adjacent_and_strided
 from rl_async.weight_sync.buckets import dtype_name
@@ -251,10 +261,14 @@ class Fsdp2Backend:
         shards = folder / SHARDS
         sharded = shards.is_dir()
         held = StoredShards(shards if sharded else folder).sizes
-        if kinds := {name.rpartition(MOMENT)[2] for name in held if MOMENT in name and name != STEPS}:
-            if (MUON_MOMENT in kinds) != any(group.get("muon") for group in self.optimizer.param_groups):
-                raise UserError(f"{folder} has moments of another optimizer; set trainer.optimizer as in that run")
+        if any(MOMENT in name and name != STEPS for name in held):
             allocate_state(self.optimizer)
+            own = {name: moment.shape for name, moment in self._moments().items()}
+            if beyond_adamw(held) != beyond_adamw(own):
+                raise UserError(
+                    f"{folder} has moments of another optimizer, or 8-bit ones in blocks that {dist.get_world_size()} "
+                    "ranks would divide; set trainer.optimizer, or trainer.ranks and trainer.replicas, as in that run"
+                )
         if sharded:
             read_shards(self._weights() | self._moments() | steps, shards)
         else:
@@ -457,16 +471,16 @@ def parameter_groups(
     return [group for group in groups if group["params"]]
 
 
-def build_optimizer(groups: list[dict[str, Any]], config: TrainerConfig, device: str) -> torch.optim.AdamW:
-    """Return the optimizer of ``groups`` of parameters, which are kept on ``device``, float32 each."""
+def build_optimizer(groups: list[dict[str, Any]], config: TrainerConfig, device: str) -> torch.optim.Optimizer:
+    """Return the optimizer of ``groups`` of parameters, which are kept on ``device``, float32 each.
+
+    Raises UserError for one whose package is missing.
+    """
+    rate, betas, decay = config.learning_rate, (ADAM_BETA1, config.beta2), config.weight_decay
+    if config.optimizer == "adamw_8bit":
+        return AdamW8bit(groups, lr=rate, betas=betas, weight_decay=decay)
     kind = Muon if config.optimizer == "muon" else torch.optim.AdamW
-    return kind(
-        groups,
-        lr=config.learning_rate,
-        betas=(ADAM_BETA1, config.beta2),
-        weight_decay=config.weight_decay,
-        **adamw_form(device),
-    )
+    return kind(groups, lr=rate, betas=betas, weight_decay=decay, **adamw_form(device))
 
 
 def allocate_state(optimizer: torch.optim.Optimizer) -> None:

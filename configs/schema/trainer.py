@@ -39,10 +39,11 @@ class ProfileConfig(Config, frozen=True):
 class TrainerConfig(Config, frozen=True):
     backend: Annotated[Literal["fsdp2", "megatron"], doc("Training backend.")] = "fsdp2"
     optimizer: Annotated[
-        Literal["adamw", "muon"],
+        Literal["adamw", "muon", "adamw_8bit"],
         doc(
-            "muon, with fsdp2: Muon for the matrices of the decoder's layers, with steps of the size of AdamW's, which "
-            "trains the rest; not with trainer.lora or trainer.cpu_offload."
+            "fsdp2, not with trainer.cpu_offload. muon: Muon for the matrices of the decoder's layers, with steps of "
+            "the size of AdamW's, which trains the rest; not with trainer.lora. adamw_8bit: AdamW with the moments of "
+            "matrices in 8 bits; needs torchao."
         ),
     ] = "adamw"
     learning_rate: Annotated[float, Meta(gt=0, description="Peak learning rate.")] = 1e-6

@@ -347,8 +347,9 @@ def trainer_parts(config: RunConfig, size: ModelSize, *, on_gpu: bool) -> dict[P
         dense = (weights - in_experts) // (trainer.tensor_parallel * trainer.pipeline_parallel)
         return dense + in_experts // (trainer.expert_parallel * trainer.pipeline_parallel)
 
-    # Muon keeps one moment of each weight.
+    # Muon keeps one moment of each weight, and AdamW in 8 bits a byte of each, and a float32 scale for 256.
     muon = size.matrices + size.critic_matrices if trainer.optimizer == "muon" else 0
+    moment = 4 / 256 + 1 if trainer.optimizer == "adamw_8bit" else 4
     own = held(whole, size.critic_in_experts + (0 if trainer.lora else size.in_experts))
     reference = held(size.parameters, size.in_experts) * (each if megatron else 4)
     teacher = held(size.teacher, size.teacher_in_experts) * (each if megatron else 4)
@@ -360,7 +361,7 @@ def trainer_parts(config: RunConfig, size: ModelSize, *, on_gpu: bool) -> dict[P
         "weights": frozen + masters + own * (each if megatron else 4),
         "reference": reference if has_reference else 0,
         "teacher": teacher,
-        "optimizer": ((whole - still) * 4 * 2 - muon * 4) // sharded,
+        "optimizer": int((whole - still) * moment * 2 - muon * 4) // sharded,
         "gradients": (own - still // sharded) * 4,
     }
     if on_gpu and trainer.cpu_offload:

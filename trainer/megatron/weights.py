@@ -22,7 +22,16 @@ from torch import Tensor
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import CheckpointDamaged, UserError
 from rl_async.trainer.backend import ADAM_BETA1, learning_rate_factor
-from rl_async.trainer.checkpoints import MOMENT, STEPS, UNREADABLE, Part, StoredShards, on_all_ranks
+from rl_async.trainer.checkpoints import (
+    MOMENT,
+    MOMENTS,
+    STEPS,
+    UNREADABLE,
+    Part,
+    StoredShards,
+    beyond_adamw,
+    on_all_ranks,
+)
 from rl_async.trainer.export import SHARDS, WEIGHTS
 from rl_async.trainer.megatron.mapping import (
     EMBEDDING,
@@ -43,7 +52,6 @@ from rl_async.trainer.megatron.mapping import (
 )
 from rl_async.trainer.megatron.model import Parallel
 from rl_async.trainer.model import MODEL_FOLDER, VALUE_HEAD, VALUE_HEAD_FILE, Head, ValueHead
-from rl_async.trainer.muon import MUON_MOMENT
 from rl_async.trainer.pretrained import StoredWeights
 from rl_async.weight_sync.buckets import dtype_name
 from rl_async.weight_sync.layout import Box, Layout, TensorSpec, fused_parts, lengths, megatron
@@ -206,9 +214,6 @@ def open_shards(shards: StoredShards, head: Head, ending: str = "") -> Fill:
         shards.read_into(target, f"{checkpoint_name(name, head)}{ending}", place, size)
 
     return read
-
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def wrap(chunks: list[Any], config: TransformerConfig) -> list[Any]:
@@ -377,11 +382,11 @@ def restore(model: ShardedModel, optimizer: DistributedAdamW, folder: Path) -> N
     """Continue from the weights, moments and steps that either backend wrote. A collective.
 
     Raises CheckpointDamaged on all ranks if one of them cannot read its part, and UserError if a value head is missing
-    or the moments are Muon's.
+    or the moments are of another optimizer than AdamW.
     """
     names = StoredShards(folder / SHARDS).sizes if (folder / SHARDS).is_dir() else {}
-    if any(name.endswith(f"{MOMENT}{MUON_MOMENT}") for name in names):
-        raise UserError(f"{folder} has moments of trainer.optimizer=muon, which needs trainer.backend=fsdp2")
+    if beyond_adamw(names):
+        raise UserError(f"{folder} has moments of trainer.optimizer=muon or adamw_8bit, for trainer.backend=fsdp2")
     if model.shape.has_values and not (folder / VALUE_HEAD_FILE).is_file():
         raise UserError(f"{folder} has no value head, which critic needs; set critic as in that run")
     try:
