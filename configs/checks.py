@@ -53,7 +53,7 @@ from rl_async.configs.schema.algorithm import (
     read_options,
     resolve,
 )
-from rl_async.configs.schema.data import ROPES, DataConfig, DataSource, WarmStartConfig
+from rl_async.configs.schema.data import FLASH_ATTN, ROPES, DataConfig, DataSource, WarmStartConfig
 from rl_async.configs.schema.rollout import DATA_PARALLEL, AgentConfig, McpServerConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
@@ -1080,6 +1080,9 @@ def fsdp2(c: RunConfig) -> str | None:
 
 def kernels(c: RunConfig) -> str | None:
     """Refuse kernels that need a GPU where there is none."""
+    override = c.model.override
+    if override is not None and override.attention == FLASH_ATTN and c.model.device == "cpu":
+        return "model.override.attention=flash_attn needs a GPU, and model.device=cpu; leave it out"
     if c.trainer.kernels == "liger" and c.model.device == "cpu":
         return "trainer.kernels=liger needs a GPU, and model.device=cpu; use trainer.kernels=torch"
     return None

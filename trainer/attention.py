@@ -29,11 +29,13 @@ and those of different rows alike: no factor depends on S. The transpose of a pl
 losses, and each of them would have to be divided by S.
 """
 
+import importlib
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -44,11 +46,14 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from rl_async.errors import UserError
 from rl_async.torch_shared import Attend, windowed
 from rl_async.trainer.packing import RowCalls, TreeCalls
 from rl_async.trainer.ranks import DataParallel, adjacent_and_strided, pure_data_parallel
 
 NAME = "rl_async_packed"
+# The same with kernels of FlashAttention's package. Transformers takes a name with "flash" in it for one of its own.
+NAME_BY_PACKAGE = "rl_async_packed_by_package"
 # For each length, how many sequences of that length stand side by side.
 Groups = tuple[tuple[int, int], ...]
 # FlashAttention's largest head.
@@ -57,6 +62,13 @@ _kernel: Any = varlen_attn
 # Versions of PyTorch that have this parameter refuse fewer key heads without it.
 if "enable_gqa" in inspect.signature(varlen_attn).parameters:
     _kernel = partial(varlen_attn, enable_gqa=True)
+# FlashAttention's packages, in the order of preference, with the function of theirs for rows of several sequences and
+# the arguments that it is given by name: so in flash-attn 2.8.3, and in its folder hopper, which is FlashAttention 3.
+PACKAGES = ("flash_attn_interface", "flash_attn")
+VARLEN = "flash_attn_varlen_func"
+VARLEN_ARGUMENTS = ("softmax_scale", "causal", "window_size", "softcap")
+BORDERS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+Kernel = Callable[..., Tensor]
 # Options that would change the result and are not computed here.
 UNKNOWN = ("position_bias",)
 
@@ -75,6 +87,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    by_package: Kernel | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """One layer's attention of [1, heads, N, D], and its result [1, N, heads, D], as ``AttentionInterface`` calls it.
@@ -83,7 +96,8 @@ def packed_attention(
     scores are c * tanh(score / c) (Gemma 2, arXiv:2408.00118, section 2). ``s_aux`` [heads] are attention sinks, each
     one more score of its head's softmax, of a value of zeros (gpt-oss, arXiv:2508.10925). With ``sharing_ranks`` N are
     this rank's tokens of the row, and ``packed_row`` is of all of it. With ``packed_tree`` sequences share prefixes, as
-    the module describes. Raises ValueError when the model asks for anything else, rather than compute it wrongly.
+    the module describes. ``by_package`` is that of ``package_kernel``, for rows whose sequences share no prefixes.
+    Raises ValueError when the model asks for anything else, rather than compute it wrongly.
     """
     asked = [name for name in UNKNOWN if options.get(name) is not None]
     if (
@@ -102,8 +116,8 @@ def packed_attention(
         return _of_tree(query, key, value, packed_tree, sliding_window, form)[None], None
     assert packed_row is not None
     if sharing_ranks is not None:
-        return _shared(query, key, value, packed_row, sliding_window, form, sharing_ranks), None
-    return _of_row(query, key, value, packed_row, sliding_window, form), None
+        return _shared(query, key, value, packed_row, sliding_window, form, by_package, sharing_ranks), None
+    return _of_row(query, key, value, packed_row, sliding_window, form, by_package), None
 
 
 # Graphs of torch.compile end before exchanges among ranks.
@@ -115,28 +129,66 @@ def _shared(
     row: RowCalls,
     window: int | None,
     form: "_Form",
+    by_package: Kernel | None,
     group: dist.ProcessGroup,
 ) -> Tensor:
     """Attend over a whole row with this rank's heads; in and out go this rank's tokens of all heads."""
     query, key, value = (to_heads(x, group) for x in (query, key, value))
     if form.sinks is not None:
         form = form._replace(sinks=form.sinks.chunk(group.size())[group.rank()])
-    return to_sequence(_of_row(query, key, value, row, window, form), group)
+    return to_sequence(_of_row(query, key, value, row, window, form, by_package), group)
 
 
-def _of_row(query: Tensor, key: Tensor, value: Tensor, row: RowCalls, window: int | None, form: "_Form") -> Tensor:
+def _of_row(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    row: RowCalls,
+    window: int | None,
+    form: "_Form",
+    by_package: Kernel | None,
+) -> Tensor:
     """Attend in a packed row, [1, heads, N, D] to [1, N, heads, D], on the fastest way that computes this."""
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, D]
     plain = form.softcap is None and form.sinks is None
-    if plain and row.has_kernel and _kernel_takes(query, value):
-        back = -1 if window is None else window - 1
+    if row.has_kernel and _kernel_takes(query, value):
+        sees = (-1 if window is None else window - 1, 0)
         borders = (row.borders, row.borders, row.longest, row.longest)
-        attended: Tensor = _kernel(query, key, value, *borders, scale=form.scaling, window_size=(back, 0))
-        return attended[None]
+        if by_package is not None and form.sinks is None:
+            named = dict(zip(BORDERS, borders, strict=True))
+            cap = form.softcap or 0.0
+            return by_package(
+                query, key, value, **named, softmax_scale=form.scaling, causal=True, window_size=sees, softcap=cap
+            )[None]
+        if plain:
+            attended: Tensor = _kernel(query, key, value, *borders, scale=form.scaling, window_size=sees)
+            return attended[None]
     if torch.compiler.is_compiling() and plain and window is None and _is_plain_cpu(query, value):
         compiled: Tensor = row_attention(query, key, value, row.host_borders, form.scaling)[0]
         return compiled[None]
     return _by_groups(query, key, value, row.groups, window, form)[None]
+
+
+def package_kernel() -> Kernel:
+    """Return the function for rows of several sequences of FlashAttention's package, 3 where it is installed, else 2.
+
+    Raises UserError without either, or if the function does not take the arguments that it would be given.
+    """
+    found = next((name for name in PACKAGES if find_spec(name) is not None), None)
+    key = "model.override.attention=flash_attn"
+    if found is None:
+        raise UserError(
+            f"{key} needs flash-attn, which is not installed; install it with `pip install 'rl-async[flash-attn]'`, or "
+            "FlashAttention 3 from the folder hopper of its sources"
+        )
+    try:
+        kernel: Kernel = getattr(importlib.import_module(found), VARLEN)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"{key}: {VARLEN} of {found} cannot be used here: {error}; install another version") from error
+    takes = inspect.signature(kernel).parameters
+    if missing := [name for name in (*BORDERS, *VARLEN_ARGUMENTS) if name not in takes]:
+        raise UserError(f"{key}: {VARLEN} of {found} takes no {', '.join(missing)}; install flash-attn 2.8")
+    return kernel
 
 
 def _is_plain_cpu(query: Tensor, value: Tensor) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rl_async.configs.schema.data import ATTENTION_KEY
+from rl_async.configs.schema.data import ATTENTION_KEY, FLASH_ATTN
 from rl_async.model_files import TEXT_ALONE
 
 LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -134,7 +134,7 @@ def family_of(config: Any) -> Family:
 
 def why_padded(config: Any) -> str | None:
     """Why a model with this Hugging Face config cannot be packed; None if it can."""
-    if chosen := getattr(config, ATTENTION_KEY, None):
+    if (chosen := getattr(config, ATTENTION_KEY, None)) and chosen != FLASH_ATTN:
         return f"model.override.attention={chosen} computes one row at a time"
     if config.model_type in BIDIRECTIONAL:
         return "tokens of an image attend to later ones"

@@ -29,15 +29,23 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from rl_async.configs.schema.data import ATTENTION_KEY
+from rl_async.configs.schema.data import ATTENTION_KEY, FLASH_ATTN
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import DataError, UserError
 from rl_async.model_files import experts_of, mixers_of
 from rl_async.pictures import PictureProcessor
 from rl_async.torch_shared import bfloat16_products, has_flash_attention, output_logits, widened
-from rl_async.trainer.attention import NAME, Sharing, exchanged, gathered
+from rl_async.trainer.attention import (
+    NAME,
+    NAME_BY_PACKAGE,
+    Sharing,
+    exchanged,
+    gathered,
+    package_kernel,
+    packed_attention,
+)
 from rl_async.trainer.backend import OutputName, Outputs, policy_outputs
 from rl_async.trainer.batch_layout import TowerCost
 from rl_async.trainer.families import (
@@ -252,7 +260,7 @@ def build_bare(folder: Path, head: Head = "policy") -> Any:
         whole: Any = AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
         kind: Any = AutoModel if head == "value" else whole
         lm = skeleton(kind, config)
-        if chosen := getattr(config, ATTENTION_KEY, None):
+        if (chosen := getattr(config, ATTENTION_KEY, None)) and chosen != FLASH_ATTN:
             lm.set_attn_implementation(chosen)
     # Transformers raises ImportError for an implementation that is not installed.
     except (OSError, ValueError, ImportError) as error:
@@ -290,6 +298,8 @@ def build_headed(
     lm = build_bare(folder, head)
     if sharing is not None and (reason := why_not_shared(lm.config, sharing.size)):
         raise UserError(f"trainer.sequence_parallel={sharing.size} does not go with {key}={path}: {reason}")
+    if getattr(lm.config, ATTENTION_KEY, None) == FLASH_ATTN:
+        attend_by_package(lm, device, dtype)
     pretrained = Pretrained(lm, StoredWeights(folder, key))
     if options.kernels == "liger":
         apply_liger(lm, device)
@@ -613,6 +623,17 @@ def why_prefixes_apart(config: Any, device: str, dtype: torch.dtype, options: Tr
     if options.kernels == "compile":
         return "compiled layers (trainer.kernels=compile) would be compiled anew for every tree of prefixes"
     return None
+
+
+def attend_by_package(lm: Any, device: str, dtype: torch.dtype) -> None:
+    """Have a model attend in packed rows with kernels of FlashAttention's package. Raises UserError if it cannot."""
+    key = "model.override.attention=flash_attn"
+    if reason := why_padded(lm.config):
+        raise UserError(f"{key}: rows of this model are not packed: {reason}; leave it out")
+    if dtype != torch.bfloat16 or not has_flash_attention(torch.device(device)):
+        raise UserError(f"{key} needs model.dtype=bfloat16 and a GPU with FlashAttention, not {device}; leave it out")
+    AttentionInterface.register(NAME_BY_PACKAGE, partial(packed_attention, by_package=package_kernel()))
+    lm.set_attn_implementation({"text_config": NAME_BY_PACKAGE} if reads_images(lm.config) else NAME_BY_PACKAGE)
 
 
 def apply_liger(lm: Any, device: str) -> None:

@@ -17,6 +17,8 @@ ComputeType = Literal["float32", "bfloat16"]
 
 # The key of a config.json that names Transformers' implementation of attention for the trainer.
 ATTENTION_KEY = "rl_async_attention"
+# Its value for the kernels of the flash-attn package, on packed rows as those of the trainer's own attention.
+FLASH_ATTN = "flash_attn"
 # For each kind of rotary embedding, the options that it needs, and those that it may have.
 ROPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
@@ -61,10 +63,11 @@ class OverrideConfig(Config, frozen=True):
 
     rope: Annotated[RopeConfig | None, doc("The rotary embedding; null: the model's.")] = None
     attention: Annotated[
-        Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"] | None,
+        Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attn"] | None,
         doc(
             "fsdp2: Transformers' implementation of attention, on padded rows; engines keep their own. null: that of "
-            "trainer/attention.py, on packed rows."
+            "trainer/attention.py, on packed rows. flash_attn: the same with kernels of FlashAttention's own package, "
+            "3 where it is installed, else 2; in bfloat16 on GPUs."
         ),
     ] = None
 
