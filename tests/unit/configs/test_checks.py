@@ -195,6 +195,10 @@ USER = ["agent.environment=simulated_user", "agent.user={system: hi}"]
             ["trainer.optimizer=muon", "trainer.cpu_offload=true", "model.device=gpu"],
             ["trainer.optimizer=muon", "trainer.cpu_offload"],
         ),
+        (
+            ["trainer.optimizer=adamw_8bit", "trainer.cpu_offload=true", "model.device=gpu"],
+            ["trainer.optimizer=adamw_8bit", "trainer.cpu_offload"],
+        ),
         (["trainer.cpu_offload=true"], ["trainer.cpu_offload", "model.device=auto"]),
         (["trainer.cpu_offload=true", "model.device=cpu"], ["trainer.cpu_offload", "device=cpu"]),
         (["trainer.ranks=3", "trainer.sequence_parallel=2"], ["trainer.sequence_parallel=2", "trainer.ranks=3"]),
@@ -204,6 +208,10 @@ USER = ["agent.environment=simulated_user", "agent.user={system: hi}"]
             ["trainer.sequence_parallel=2", "trainer.tensor_parallel=2", "trainer.ranks=2"],
         ),
         (["trainer.kernels=liger", "model.device=cpu"], ["trainer.kernels=liger", "model.device=cpu"]),
+        (
+            ["model.override={attention: flash_attn}", "model.device=cpu"],
+            ["model.override.attention=flash_attn", "model.device=cpu"],
+        ),
         ([*MEGATRON, "trainer.kernels=liger"], ["trainer.kernels", "trainer.backend=fsdp2"]),
         (
             [*MEGATRON, "algorithm.kl.coef=0.1", "algorithm.kl.estimator=full"],

@@ -163,6 +163,13 @@ def test_muon_keeps_one_moment_of_the_matrices_that_it_trains() -> None:
     assert trainer_bytes(muon, size) == HELD + 1100 * 20 - 630 * 4
 
 
+def test_moments_in_8_bits_are_a_byte_a_weight_and_a_scale_for_256() -> None:
+    """Counted in tests/unit/trainer/test_adamw_8bit.py."""
+    config = float32_config("calculator", ["trainer.optimizer=adamw_8bit"])
+    size = ModelSize(parameters=25_600, kv_per_token=1)
+    assert trainer_bytes(config, size) == HELD + 25_600 * 12 + 2 * (25_600 + 100 * 4)
+
+
 def test_a_rank_holds_its_part_of_one_copy() -> None:
     size = ModelSize(parameters=1000, kv_per_token=1)
     config = float32_config("calculator", ["trainer.ranks=4", "trainer.replicas=2"])
