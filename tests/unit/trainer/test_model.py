@@ -136,6 +136,33 @@ def test_one_rank_gathers_weights_and_reduces_gradients_once_a_step(model_folder
     assert sum(event.name == "fsdp::chunk_cat" for event in recorded.events()) == parts
 
 
+def test_gathering_once_a_step_gives_the_gradients_of_gathering_for_every_micro_batch(model_folder: Path) -> None:
+    """With weights offloaded a rank still gathers and reduces for each micro-batch."""
+
+    def found(config: TrainerConfig) -> dict[str, Tensor]:
+        batches = [collate(make_rows(number)[:3], device="cpu") for number in range(3)]
+        backend = Fsdp2Backend(str(model_folder), "float32", "cpu", config)
+
+        def loss_fn(number: int, outputs: Outputs) -> Tensor:
+            assert outputs.logprobs is not None
+            return -torch.where(batches[number].mask, outputs.logprobs, 0.0).mean()
+
+        with profile(activities=[ProfilerActivity.CPU]) as recorded:
+            backend.add_gradients(batches, loss_fn)
+        reduced.append(sum(event.name == "fsdp::chunk_cat" for event in recorded.events()))
+        named = backend.model.named_parameters()
+        return {name: p.grad.full_tensor().clone() for name, p in named if p.grad is not None}
+
+    reduced: list[int] = []
+    once, each = found(TRAINING), found(msgspec.structs.replace(TRAINING, cpu_offload=True))
+    assert reduced[1] == 3 * reduced[0] > 0, "the other one is the old way"
+    assert once.keys() == each.keys()
+    largest = max(gradient.abs().max().item() for gradient in each.values())
+    off = max((once[name] - gradient).abs().max().item() for name, gradient in each.items())
+    print(f"gathering once: old - new {off:.1e} of {largest:.1e}")
+    assert off <= 1e-6 and largest > 1e-2
+
+
 def test_a_value_never_sees_the_token_it_precedes(model_folder: Path) -> None:
     backend, x = trained(model_folder, "value"), batch()
     before = backend.forward(x).values
