@@ -181,21 +181,24 @@ class SlotCache(Cache):
         """Whether this many slots of this length are within the capacity."""
         return slots * length <= self.capacity
 
-    def reserve(self, slots: int, length: int, used: int, width: int) -> None:
+    def reserve(self, slots: int, length: int, used: int, width: int) -> bool:
         """Grow to at least this size, which fits, keeping the first ``used`` slots, positions below ``width``.
 
-        If nothing has to be kept and much less memory would do, the cache shrinks instead.
+        If nothing has to be kept and much less memory would do, the cache shrinks instead. Return whether the memory
+        was allocated anew.
         """
         if not used and self.tokens > 8 * math.prod(self._ample(slots, length)):
             self.slots = self.length = 0
-        if slots > self.slots or length > self.length:
-            self.slots, self.length = self._size(slots, length)
-            for layer in self._slot_layers:
-                layer.resize(used, width)
-            for states in self.states.values():
-                states.resize(self.slots, used)
-            if self._routes is not None:
-                self._routes.resize(used, width)
+        if slots <= self.slots and length <= self.length:
+            return False
+        self.slots, self.length = self._size(slots, length)
+        for layer in self._slot_layers:
+            layer.resize(used, width)
+        for states in self.states.values():
+            states.resize(self.slots, used)
+        if self._routes is not None:
+            self._routes.resize(used, width)
+        return True
 
     def _size(self, slots: int, length: int) -> tuple[int, int]:
         """Return a size with room to grow, as far as the capacity allows."""

@@ -45,6 +45,7 @@ from rl_async.rollout_server.embedded.cache import (
 )
 from rl_async.rollout_server.embedded.sampler import Matcher, Sampler, restrict
 from rl_async.rollout_server.embedded.states import keep_states
+from rl_async.rollout_server.embedded.static_steps import Capture, StaticSteps
 from rl_async.rollout_server.embedded.vision import BIDIRECTIONAL, SERVED_WITH_IMAGES, PlacedImage, VisionInputs
 from rl_async.torch_shared import output_logits, widened, windowed
 from rl_async.tracing import Value
@@ -322,6 +323,9 @@ class EngineCore:
     Keys and values take at most ``cache_bytes``, and no more than twice the need of ``max_batch`` sequences of
     ``max_length``; with ``reuse_prefixes``, the part that running sequences leave holds prefixes. With
     ``record_routes``, sequences record the experts of their tokens. Without ``pictures``, prompts have no images.
+
+    With ``capture``, decode steps are static (``StaticSteps``) for models and rows that allow it, and the results of a
+    step are read one iteration late. Call ``settle`` before other methods than ``step`` and ``add`` then.
     """
 
     def __init__(
@@ -335,6 +339,7 @@ class EngineCore:
         min_iteration_s: float = 0.0,
         record_routes: bool = False,
         pictures: PictureProcessor | None = None,
+        capture: Capture | None = None,
     ) -> None:
         _check_served(model)
         # nn.Module does not type the attributes of Transformers' models.
@@ -366,6 +371,10 @@ class EngineCore:
         # Of a state only the last is kept, not that of each block of tokens.
         self._reuse_prefixes = reuse_prefixes and not mixers_of(model)
         keep_states(model)
+        # Experts and layers with a state compute with sizes that depend on data, and images shift positions.
+        static = pictures is None and not experts_of(config) and not mixers_of(model)
+        self._capture = capture if static else None
+        self._unread: tuple[list[Sequence], Callable[[], list[list[float]]]] | None = None
         # Whether the weights changed since running sequences were computed.
         self._outdated = False
         self._new_cache()
@@ -376,6 +385,7 @@ class EngineCore:
         self._cache = SlotCache(layers, self.max_batch, self.max_length, self.cache_tokens, self.device, self._recorder)
         self._prefixes = PrefixCache()
         self._output_weight: Tensor | None = None
+        self._steps = None if self._capture is None else StaticSteps(self.max_batch, self.device, self._capture)
 
     @property
     def unfinished(self) -> int:
@@ -432,6 +442,7 @@ class EngineCore:
 
     def preempt(self) -> None:
         """Move all running sequences back to the head of the queue; their caches will be recomputed."""
+        assert self._unread is None
         self.preemptions += len(self.running)
         for slot, sequence in enumerate(self.running):
             self._record(slot, sequence)
@@ -439,8 +450,14 @@ class EngineCore:
         self.running = []
         self._sampler, self._outdated = None, False
 
-    def weights_changed(self) -> None:
-        """Drop results of older weights, except caches of running sequences; call ``preempt`` to recompute these."""
+    def weights_changed(self, *, in_place: bool = True) -> None:
+        """Drop results of older weights, except caches of running sequences; call ``preempt`` to recompute these.
+
+        Weights that do not change ``in_place`` are not those that captured steps read.
+        """
+        assert self._unread is None
+        if self._steps is not None and not in_place:
+            self._steps.forget()
         self._prefixes.clear()
         self._output_weight = None
         self._outdated = bool(self.running)
@@ -456,6 +473,7 @@ class EngineCore:
         began = time.monotonic()
         finished: list[Sequence] = []
         if admitted := self._admit():
+            finished += self.settle()
             finished += self._prefill(admitted)
         if self.running:
             finished += self._decode()
@@ -466,7 +484,7 @@ class EngineCore:
     def _admit(self) -> list[Sequence]:
         batch: list[Sequence] = []
         prompts: set[Prompt] = set()
-        longest, running = 0, max((len(s.tokens) for s in self.running), default=0)
+        longest, running = 0, self._longest()
         while self.waiting and (count := len(self.running) + len(batch)) < self.max_batch:
             prompts.add(self.waiting[0].items())
             longest = max(longest, len(self.waiting[0].tokens))
@@ -505,7 +523,7 @@ class EngineCore:
         tokens, logprobs = self._sample(self._make_sampler(batch), batch, self._logits(torch.cat(hidden))[rows])
         self._last = torch.cat([self._last[:first].to(self.device), tokens])
         self._sampler = None
-        return self._append(batch, tokens, logprobs)
+        return self._append(list(enumerate(batch, first)), tokens.tolist(), logprobs.tolist())
 
     def _known(self, prompt: Prompt, sequence: Sequence) -> list[Block]:
         """Return the blocks of the longest known prefix; it ends in no image whose tokens see one another."""
@@ -597,7 +615,64 @@ class EngineCore:
         if experts is not None:
             sequence.routes = experts if sequence.routes is None else torch.cat([sequence.routes, experts])
 
+    @torch.inference_mode()
+    def settle(self) -> list[Sequence]:
+        """Read the results of the latest step, unless they have been read; return the sequences that it finished."""
+        unread, self._unread = self._unread, None
+        if unread is None:
+            return []
+        slots = {sequence: slot for slot, sequence in enumerate(self.running)}
+        # The others ended in the step before, or were aborted.
+        rows = [(s, *result) for s, result in zip(unread[0], unread[1](), strict=True) if s in slots]
+        tokens, logprobs = [int(token) for _, token, _ in rows], [logprob for *_, logprob in rows]
+        return self._append([(slots[s], s) for s, *_ in rows], tokens, logprobs)
+
+    def _longest(self) -> int:
+        """Return the length of the longest running sequence, with a token that was sampled but not read."""
+        return max((len(s.tokens) for s in self.running), default=0) + (self._unread is not None)
+
     def _decode(self) -> list[Sequence]:
+        """Decode all running sequences, by a static step if their samplers allow it and padded rows fit."""
+        steps, finished = self._steps, list[Sequence]()
+        if steps is not None and not any(s.matcher or s.alternatives for s in self.running):
+            rows, longest = steps.rows(len(self.running)), self._longest()
+            if self._cache.fits(rows, longest):
+                if rows > self._cache.slots or longest > self._cache.length:
+                    # Results that are still to come would be of the memory before.
+                    finished = self.settle()
+                    self._reserve(rows, longest)
+                return finished + self._decode_static(steps)
+        finished = self.settle()
+        if steps is not None and steps.holds(self._last):
+            self._last, self._sampler = self._last.clone(), None
+        return finished + (self._decode_eagerly() if self.running else [])
+
+    def _decode_static(self, steps: StaticSteps) -> list[Sequence]:
+        """Launch the next step, then read the results of the previous one."""
+        ahead = self._unread is not None
+        launched = None
+        if any(
+            len(s.logprobs) + ahead < s.max_tokens and len(s.tokens) + ahead < self.max_length for s in self.running
+        ):
+            if not steps.holds(self._last):
+                self._last = steps.place(self._last, [len(s.tokens) - 1 for s in self.running])
+                self._sampler = None
+            if self._sampler is None:
+                self._sampler = self._make_sampler(self.running, steps.rows(len(self.running)))
+            with _threads(self._config, len(self.running), self.device):
+                results = steps.launch(self._sampler, self._longest(), self._cache.length, self._static_logits)
+            launched = list(self.running), results
+        finished = self.settle()
+        # Only rows that ended in the step before are in a step without running ones.
+        self._unread = launched if self.running else None
+        return finished
+
+    def _static_logits(self, last: Tensor, positions: Tensor, view: int) -> Tensor:
+        self._cache.decode_at(positions, view)
+        mask = visible(self._config, positions[:, None], view)
+        return self._logits(self._forward(last[:, None], positions[:, None], mask)[:, 0])
+
+    def _decode_eagerly(self) -> list[Sequence]:
         lengths = self._make_room()
         count, view = len(lengths), max(lengths)
         # The last token of each sequence is fed now, and is not in the cache yet.
@@ -612,7 +687,7 @@ class EngineCore:
             self._sampler = self._make_sampler(self.running)
         tokens, logprobs = self._sample(self._sampler, self.running, self._logits(hidden[:, 0]))
         self._last = tokens
-        return self._append(self.running, tokens, logprobs)
+        return self._append(list(enumerate(self.running)), tokens.tolist(), logprobs.tolist())
 
     def _make_room(self) -> list[int]:
         """Preempt the youngest sequences until the rest fits, and return the lengths of the running ones."""
@@ -629,7 +704,8 @@ class EngineCore:
     def _reserve(self, slots: int, length: int) -> None:
         """Grow the cache to ``length`` per slot and the longest running sequence, evicting prefixes if needed."""
         filled = max((len(s.tokens) - 1 for s in self.running), default=0)
-        self._cache.reserve(slots, max(length, filled + 1), len(self.running), filled)
+        if self._cache.reserve(slots, max(length, filled + 1), len(self.running), filled) and self._steps is not None:
+            self._steps.forget()
         self._prefixes.shrink(self.cache_tokens - self._cache.tokens)
 
     def _keep(self, slot: int, items: Prompt) -> None:
@@ -657,8 +733,11 @@ class EngineCore:
             self._output_weight = widened(head.weight)
         return output_logits(hidden, self._output_weight, head.bias)
 
-    def _make_sampler(self, batch: list[Sequence]) -> Sampler:
-        return Sampler([s.sampling for s in batch], [self._generators.get(s) for s in batch], self.device)
+    def _make_sampler(self, batch: list[Sequence], rows: int = 0) -> Sampler:
+        """Make a sampler for a batch, padded to ``rows`` that sample like the last sequence, but without its seed."""
+        padding = max(0, rows - len(batch))
+        samplings = [s.sampling for s in batch] + [batch[-1].sampling] * padding
+        return Sampler(samplings, [*map(self._generators.get, batch), *[None] * padding], self.device)
 
     def _sample(self, sampler: Sampler, batch: list[Sequence], logits: Tensor) -> tuple[Tensor, Tensor]:
         """Sample a token for each sequence, under its grammar if it has one."""
@@ -674,11 +753,12 @@ class EngineCore:
                     sequence.likeliest.append([pair for pair in pairs if pair[1] > -math.inf])
         return sampler.draw(distribution)
 
-    def _append(self, batch: list[Sequence], tokens: Tensor, logprobs: Tensor) -> list[Sequence]:
+    def _append(self, batch: list[tuple[int, Sequence]], tokens: list[int], logprobs: list[float]) -> list[Sequence]:
+        """Append a token to each sequence of the batch, given with its slot."""
         self.sampled_tokens += len(batch)
-        finished, first = [], len(self.running) - len(batch)
-        for n, (sequence, token, logprob) in enumerate(zip(batch, tokens.tolist(), logprobs.tolist(), strict=True)):
-            ends = partial(self._record, first + n, sequence)
+        finished = []
+        for (slot, sequence), token, logprob in zip(batch, tokens, logprobs, strict=True):
+            ends = partial(self._record, slot, sequence)
             if sequence.append(token, logprob, self.version, self.max_length, ends):
                 finished.append(sequence)
                 self._generators.pop(sequence, None)
@@ -709,7 +789,8 @@ class EngineCore:
             self.running[gap] = self.running[mover]
             self._last[gap] = self._last[mover]
         del self.running[count:]
-        self._last = self._last[:count]
+        static = self._steps is not None and self._steps.holds(self._last)
+        self._last = self._steps.compact(count, gaps, movers) if static else self._last[:count]
         self._sampler, self._outdated = None, self._outdated and count > 0
 
 

@@ -243,7 +243,7 @@ class EngineThread:
 
         def action() -> None:
             self._adapters.load(pairs, scale)
-            self.core.weights_changed()
+            self.core.weights_changed(in_place=False)
             self._weights_changed = True
 
         self.call(action).result()
@@ -317,6 +317,9 @@ class EngineThread:
                 if self._stopping:
                     return
                 commands, self._commands = self._commands, deque()
+            if commands:
+                for sequence in self.core.settle():
+                    sequence.deliver(sequence)
             for command in commands:
                 command()
             if self._may_step():

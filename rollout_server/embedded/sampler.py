@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rl_async.messages import Sampling
 from rl_async.rollout_server import json_schemas
+from rl_async.torch_shared import to_device
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -35,11 +36,11 @@ class Sampler:
         self, rows: Sequence[Sampling], generators: Sequence[torch.Generator | None], device: torch.device
     ) -> None:
         def column(values: list[float]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+            return to_device(torch.tensor(values, dtype=torch.float32)[:, None], device)
 
         self._generators = generators if any(g is not None for g in generators) else None
         greedy = [row.greedy for row in rows]
-        self._greedy = torch.tensor(greedy, device=device) if any(greedy) else None
+        self._greedy = to_device(torch.tensor(greedy), device) if any(greedy) else None
         self._all_greedy = all(greedy)
         self._temperature = None
         if any(row.temperature != 1.0 and not g for row, g in zip(rows, greedy, strict=True)):
@@ -47,7 +48,7 @@ class Sampler:
         self._truncates = any(row.truncating for row in rows)
         if self._truncates:
             self._top_p = column([row.top_p for row in rows])
-            self._top_k = torch.tensor([row.top_k or 2**31 for row in rows], device=device)[:, None]
+            self._top_k = to_device(torch.tensor([row.top_k or 2**31 for row in rows])[:, None], device)
             self._min_p = column([row.min_p for row in rows])
 
     def sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,17 +67,47 @@ class Sampler:
             logits = self._truncate(logits)
         return torch.log_softmax(logits, -1)
 
+    @property
+    def kind(self) -> tuple[bool, bool, bool, bool]:
+        """Samplers of one kind, for equally many rows, run the same operations and differ in ``_columns`` alone."""
+        return self._all_greedy, self._greedy is not None, self._temperature is not None, self._truncates
+
+    def adopt(self, other: "Sampler") -> None:
+        """Sample as another sampler of this kind does, with this one's tensors, which graphs read."""
+        self._generators = other._generators
+        for mine, theirs in zip(self._columns(), other._columns(), strict=True):
+            mine.copy_(theirs)
+
+    def _columns(self) -> list[Tensor]:
+        optional = [column for column in (self._greedy, self._temperature) if column is not None]
+        return optional + ([self._top_p, self._top_k, self._min_p] if self._truncates else [])
+
     def draw(self, logprobs: Tensor) -> tuple[Tensor, Tensor]:
         """Take a token of each row of a ``distribution``; return token ids and log-probabilities [N]."""
+        drawn = torch.empty((len(logprobs), 1), dtype=torch.float64, device=logprobs.device)
+        self.draw_numbers(drawn)
+        return self.choose(logprobs, drawn)
+
+    def draw_numbers(self, drawn: Tensor) -> None:
+        """Fill float64 [N, 1] with the random numbers that ``choose`` needs, from the generators of seeded rows."""
+        if self._all_greedy:
+            return
+        drawn.uniform_()
+        for row, generator in enumerate(self._generators or ()):
+            if generator is not None:
+                drawn[row].uniform_(generator=generator)
+
+    def choose(self, logprobs: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the tokens [N] that these random numbers choose from a ``distribution``, and log-probabilities [N]."""
         if self._all_greedy:
             tokens = logprobs.argmax(-1)
         else:
-            tokens = self._draw(logprobs)
+            tokens = self._drawn(logprobs, drawn)
             if self._greedy is not None:
                 tokens = torch.where(self._greedy, logprobs.argmax(-1), tokens)
         return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
 
-    def _draw(self, logprobs: Tensor) -> Tensor:
+    def _drawn(self, logprobs: Tensor, drawn: Tensor) -> Tensor:
         """Draw a token for each row by inverting its cumulative distribution, with one random number per row.
 
         A block is drawn first, then a token in it, so that only one block is cumulated token by token. Longer sums are
@@ -85,10 +116,6 @@ class Sampler:
         count, vocab = logprobs.shape
         blocks = pad(logprobs.exp(), (0, -vocab % BLOCK)).view(count, -1, BLOCK)
         cumulated = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
-        drawn = torch.rand_like(cumulated[:, -1:])
-        for row, generator in enumerate(self._generators or ()):
-            if generator is not None:
-                drawn[row].uniform_(generator=generator)
         below = drawn * cumulated[:, -1:]
         block = _found(cumulated, below)
         # The total probability of the previous blocks.
@@ -107,7 +134,7 @@ class Sampler:
         dropped |= p.cumsum(-1) - p >= self._top_p
         p = ordered.masked_fill(dropped, -torch.inf).softmax(-1)
         dropped |= p < self._min_p * p[:, :1]
-        dropped[:, 0] = False
+        dropped[:, 0].fill_(False)
         return logits.masked_fill(torch.zeros_like(dropped).scatter(1, index, dropped), -torch.inf)
 
 
