@@ -50,6 +50,7 @@ from rl_async.launcher.plan.memory import LOGITS_CHUNK, size_of
 from rl_async.messages import Sampling, Version
 from rl_async.rollout_server.embedded.core import EngineCore, Sequence
 from rl_async.rollout_server.embedded.engine_thread import EngineThread
+from rl_async.rollout_server.embedded.static_steps import capture_for
 from rl_async.torch_shared import pick_device
 from rl_async.trainer.actor_critic import device_name
 from rl_async.trainer.backend import Outputs
@@ -282,7 +283,9 @@ def measure_decode(device: str, kind: str) -> dict[str, float]:
     config = Qwen3Config(**DECODED[kind], tie_word_embeddings=True, max_position_embeddings=prompt + answer)
     with torch.device(device):
         model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    engine = EngineThread(EngineCore(model.eval(), max_batch=rows, max_length=prompt + answer), _crashed)
+    capture = capture_for(None, torch.device(device))
+    core = EngineCore(model.eval(), max_batch=rows, max_length=prompt + answer, capture=capture)
+    engine = EngineThread(core, _crashed)
     numbers = iter(range(1 << 30))
 
     def decode() -> None:

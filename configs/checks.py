@@ -435,9 +435,8 @@ def _count(c: RunConfig) -> str | None:
 def _args(c: RunConfig) -> str | None:
     if not c.rollout.engine_args:
         return None
-    takers = [traits for traits in engine_traits(c).values() if traits.package]
-    if not takers:
-        return "rollout.engine_args has no effect, since rollout.engine starts the embedded engine alone; leave it out"
+    kinds = engine_traits(c).values()
+    takers = [traits for traits in kinds if traits.package] or list(kinds)
     if len(takers) > 1:
         titles = " and ".join(traits.title for traits in takers)
         return f"rollout.engine_args would go to {titles}, which have different flags; leave them out"

@@ -72,6 +72,7 @@ class EngineTraits:
         fixed_flags: Flags that it cannot train without, and their values, perhaps empty.
         replaced_flags: Flags that are refused for another way, and that way.
         refused_flags: Further flags that would break training.
+        words: The only words of ``rollout.engine_args`` that it takes; if empty, it takes any but the refused ones.
         sleep_flags: Flags on a GPU that the trainer uses too.
         memory_flags: Flags, and the attributes of the plan's EngineMemory that give their values.
         expert_flags: Flags if rollout.expert_parallel is more than 1.
@@ -113,6 +114,7 @@ class EngineTraits:
     fixed_flags: Mapping[str, str] = field(default_factory=dict)
     replaced_flags: Mapping[str, str] = field(default_factory=dict)
     refused_flags: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
     sleep_flags: tuple[str, ...] = ()
     memory_flags: Mapping[str, str] = field(default_factory=dict)
     expert_flags: tuple[str, ...] = ()
@@ -183,6 +185,8 @@ class EngineTraits:
 
     def refusal(self, argument: str) -> str:
         """Return why ``rollout.engine_args`` may not contain this word; empty if it may."""
+        if self.words:
+            return "" if argument in self.words else f"{self.title} takes {' or '.join(self.words)}"
         flag = _flag_of(argument)
         if key := "rollout.expert_parallel" if flag in self.expert_flags else self.flags.get(flag):
             return f"use {key}"
@@ -200,6 +204,7 @@ class EngineTraits:
 EMBEDDED = EngineTraits(
     title="the embedded engine",
     module="rollout_server",
+    words=("--decode=eager", "--decode=static"),
     memory_flags={"--cache-bytes": "cache_bytes"},
     json_package="llguidance",
     quantization={"int8": (), "fp8": ()},

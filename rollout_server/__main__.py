@@ -17,6 +17,11 @@ def main() -> int:
     parser.add_argument(
         "--cache-bytes", type=int, help="memory for keys and values (default: rollout.cache_bytes; on a CPU 1 GiB)"
     )
+    parser.add_argument(
+        "--decode",
+        choices=("eager", "static"),
+        help="static: steps of fixed shapes, captured as CUDA graphs on CUDA (default there; elsewhere eager)",
+    )
     arguments = parser.parse_args()
     return run_role(f"engine-{arguments.index}", lambda: _run(arguments))
 
@@ -25,7 +30,7 @@ def _run(arguments: argparse.Namespace) -> None:
     with importing():
         from rl_async.rollout_server.embedded.server import serve
 
-    serve(arguments.run, arguments.index, arguments.host, arguments.port, arguments.cache_bytes)
+    serve(arguments.run, arguments.index, arguments.host, arguments.port, arguments.cache_bytes, arguments.decode)
 
 
 if __name__ == "__main__":

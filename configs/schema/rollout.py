@@ -310,7 +310,12 @@ class RolloutConfig(Config, frozen=True):
         str,
         doc("Python with vLLM or SGLang, and rl-async beside it (scripts/install vllm); empty: this one."),
     ] = ""
-    engine_args: Annotated[tuple[str, ...], doc("Further command-line flags for vLLM or SGLang.")] = ()
+    engine_args: Annotated[
+        tuple[str, ...],
+        doc(
+            "Further command-line flags for vLLM or SGLang; --decode=eager or --decode=static for the embedded engine."
+        ),
+    ] = ()
     cache_bytes: Annotated[
         Positive | None,
         doc(

@@ -260,7 +260,9 @@ def _argv(
     of_memory = [word for flag, value in limits.items() if value is not None for word in (flag, str(value))]
     if not traits.package:
         numbered = ("--index", str(index), *host, "--port", f"{{{name}}}")
-        return own_module(traits.module, "--run", str(run_dir), *numbered, *of_memory)
+        # Beside another kind of engine the arguments are that one's.
+        given = [word for word in config.rollout.engine_args if word in traits.words]
+        return own_module(traits.module, "--run", str(run_dir), *numbered, *of_memory, *given)
     argv = own_module(traits.module, *host)
     special = {
         "rollout.port": f"{{{name}}}",

@@ -47,6 +47,7 @@ from rl_async.rollout_server.embedded.core import ATTENTION, EngineCore, Sequenc
 from rl_async.rollout_server.embedded.engine_thread import EngineThread
 from rl_async.rollout_server.embedded.quantized import quantize_layers
 from rl_async.rollout_server.embedded.sampler import Grammars, Matcher
+from rl_async.rollout_server.embedded.static_steps import capture_for
 from rl_async.rollout_server.embedded.vision import SERVED_WITH_IMAGES, PlacedImage, place
 from rl_async.rollout_server.fence import LineageFence
 from rl_async.rollout_server.vllm.client import MIN_VERSION_HEADER, REQUEST_PREFIX, ImagePart
@@ -569,10 +570,10 @@ def _crash(error: Exception) -> None:
     os._exit(1)
 
 
-def serve(run: Path, index: int, host: str, port: int, cache_bytes: int | None) -> None:
+def serve(run: Path, index: int, host: str, port: int, cache_bytes: int | None, decode: str | None) -> None:
     """Serve as engine ``index`` of a run until SIGTERM. Raises UserError for an unusable config, model or address.
 
-    ``cache_bytes`` bounds its KV cache, by default as configured.
+    ``cache_bytes`` bounds its KV cache, by default as configured. ``decode`` is an argument of ``capture_for``.
     """
     # Also ends the process while the model loads. While uvicorn serves, it handles the signal and re-raises it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -592,6 +593,7 @@ def serve(run: Path, index: int, host: str, port: int, cache_bytes: int | None) 
         min_iteration_s=config.debug.min_iteration_s if config.debug else 0.0,
         record_routes=config.trainer.router_replay != "never",
         pictures=PictureProcessor.load(config.model.path),
+        capture=capture_for(decode, model.device),
     )
     engine = EngineThread(core, on_crash=_crash)
     server = EngineServer(engine, config.model.path, adapter_way(config) == "load")

@@ -34,6 +34,16 @@ def uncaptured(step: Step) -> Step:
     return step
 
 
+def capture_for(decode: str | None, device: torch.device) -> Capture | None:
+    """Return how steps are captured with ``--decode``: eager, static, or by default static on CUDA and eager elsewhere.
+
+    Returns None for eager steps. Static steps on other devices than CUDA run their Python each time.
+    """
+    if decode == "eager" or (decode is None and device.type != "cuda"):
+        return None
+    return by_cuda_graphs() if device.type == "cuda" else uncaptured
+
+
 def by_cuda_graphs() -> Capture:
     """Return a Capture into CUDA graphs. They share their working memory, since they never run at the same time."""
     pool = torch.cuda.graph_pool_handle()

@@ -21,12 +21,10 @@ from tests.unit.rollout_server.embedded.test_families import ALIKE, KINDS, peake
 __all__ = ["model"]
 REFUSED = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 INDEXING = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default)
-STATIC = [
-    case for case in KINDS if case[0] not in ("qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "qwen3_next")
-]
 FAMILIES = [
-    pytest.param(*case, id=f"{case[0]}-{n}", marks=[pytest.mark.slow] * (case in ALIKE))
-    for n, case in enumerate(STATIC)
+    pytest.param(kind, more, id=f"{kind}-{n}", marks=[pytest.mark.slow] * ((kind, more) in ALIKE))
+    for n, (kind, more) in enumerate(KINDS)
+    if kind not in MIXERS and "num_experts" not in more
 ]
 
 
