@@ -54,7 +54,7 @@ from rl_async.configs.schema.algorithm import (
     resolve,
 )
 from rl_async.configs.schema.data import FLASH_ATTN, ROPES, DataConfig, DataSource, WarmStartConfig
-from rl_async.configs.schema.rollout import DATA_PARALLEL, AgentConfig, McpServerConfig
+from rl_async.configs.schema.rollout import DATA_PARALLEL, NODES, AgentConfig, McpServerConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.configs.suggestions import hint, nearest
@@ -447,6 +447,26 @@ def _args(c: RunConfig) -> str | None:
         return f"rollout.engine_args: {DATA_PARALLEL} needs a number of copies"
     if c.rollout.data_parallel > 1 and len(engine_traits(c)) > 1:
         return f"rollout.engine_args: {DATA_PARALLEL} needs engines of one kind"
+    return _nodes(c) if c.rollout.nodes != 1 else None
+
+
+def _nodes(c: RunConfig) -> str | None:
+    """The ranks of an engine can be divided among several nodes, none of which need be the trainer's."""
+    place, rollout = f"rollout.engine_args: {NODES}", c.rollout
+    if not rollout.nodes or rollout.ranks % rollout.nodes:
+        return (
+            f"{place} must divide the {rollout.ranks} ranks of an engine (rollout.tensor_parallel * "
+            "rollout.pipeline_parallel); copies of the model are rollout.engines"
+        )
+    if rollout.data_parallel > 1:
+        return f"{place} does not go with {DATA_PARALLEL}, whose copies share a machine; use rollout.engines"
+    if len(engine_traits(c)) > 1:
+        return f"{place} needs engines of one kind"
+    if c.mode == "colocated" or c.trainer.lend_devices or c.weight_sync.transport == "ipc":
+        return (
+            f"{place} does not go with --mode colocated, trainer.lend_devices and weight_sync.transport=ipc, which "
+            "keep an engine on the trainer's machine; use --mode disaggregated and weight_sync.transport=auto"
+        )
     return None
 
 

@@ -17,7 +17,7 @@ from rl_async.configs.engines import ENGINES, EngineKind, EngineTraits
 from rl_async.configs.schema.algorithm import advantage_needs
 from rl_async.configs.schema.data import ComputeType, DataConfig, DataSource, ModelConfig, WarmStartConfig
 from rl_async.configs.schema.queue import QueueConfig, RedisConfig
-from rl_async.configs.schema.rollout import McpServerConfig
+from rl_async.configs.schema.rollout import NODES, McpServerConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
 from rl_async.messages import Task
@@ -207,6 +207,8 @@ def why_adapters_are_not_loaded(config: RunConfig) -> str:
     for traits in engine_traits(config).values():
         if lora is not None and traits.adapter_ranks and lora.rank > traits.adapter_ranks[-1]:
             return f"{traits.title} takes ranks up to {traits.adapter_ranks[-1]}, and trainer.lora.rank={lora.rank}"
+        if rollout.nodes > 1 and not traits.takes_slices:
+            return f"{traits.title} reads adapters from files of its first node, and there are {NODES} {rollout.nodes}"
     if config.mode == "colocated" or config.trainer.lend_devices:
         return "engines on the trainer's devices drop the base in their sleep"
     if rollout.quantization != "none":

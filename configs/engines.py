@@ -76,6 +76,10 @@ class EngineTraits:
         sleep_flags: Flags on a GPU that the trainer uses too.
         memory_flags: Flags, and the attributes of the plan's EngineMemory that give their values.
         expert_flags: Flags if rollout.expert_parallel is more than 1.
+        node_flags: Flags of each process of an engine that ``--nnodes`` divides. In their values ``{rank}`` is the
+            number of the process, ``{host}`` that of the first one and ``{port}`` a port there, where all of them meet.
+        follower_flags: Further flags of all of these but the first, which alone takes requests.
+        node_address: The variable that tells each of them its own address.
         float32_logits: A flag and its value, perhaps empty, that have logits summed in float32 on a GPU. A value is a
             JSON object, which goes below the user's own.
         variables: Variables of its environment.
@@ -118,6 +122,9 @@ class EngineTraits:
     sleep_flags: tuple[str, ...] = ()
     memory_flags: Mapping[str, str] = field(default_factory=dict)
     expert_flags: tuple[str, ...] = ()
+    node_flags: Mapping[str, str] = field(default_factory=dict)
+    follower_flags: tuple[str, ...] = ()
+    node_address: str = ""
     float32_logits: tuple[str, str] | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
     cpu_variables: Mapping[str, str] = field(default_factory=dict)
@@ -190,6 +197,8 @@ class EngineTraits:
         flag = _flag_of(argument)
         if key := "rollout.expert_parallel" if flag in self.expert_flags else self.flags.get(flag):
             return f"use {key}"
+        if flag in self.node_flags or flag in self.follower_flags:
+            return "the launcher sets it, and --nnodes alone says how many processes an engine has"
         if flag in self.replaced_flags:
             return f"use {self.replaced_flags[flag]}"
         if flag in self.memory_flags:
@@ -218,28 +227,13 @@ WEIGHT_TRANSFER = "rl_async"
 # vLLM 0.32 quantises only experts so; rollout_server/vllm/int8.py does it for dense layers.
 INT8 = '{"linear": "int8_per_channel_static", "moe": "int8_per_channel_static"}'
 
-# vLLM's flags for engines on several machines, or whose copies have servers of their own, without their dashes.
-_SEVERAL_MACHINES = (
-    *(
-        "nnodes",
-        "n",
-        "node-rank",
-        "r",
-        "headless",
-        "master-addr",
-        "dpn",
-        "dpr",
-        "dpl",
-        "dpa",
-        "dpp",
-        "dpb",
-        "dph",
-        "dpe",
-    ),
+# vLLM's flags for copies on several machines or with servers of their own, without their dashes.
+_COPIES_APART = (
+    *("dpn", "dpr", "dpl", "dpa", "dpp", "dpb", "dph", "dpe"),
     *("data-parallel-rank", "data-parallel-start-rank", "data-parallel-size-local", "data-parallel-address"),
     *("data-parallel-rpc-port", "data-parallel-backend", "data-parallel-hybrid-lb", "data-parallel-external-lb"),
 )
-_ONE_MACHINE = "rollout.engines, since an engine is one server on one machine"
+_ONE_SERVER = "rollout.engines, since the copies in an engine share one server and its machine"
 
 VLLM = EngineTraits(
     title="vLLM",
@@ -279,11 +273,12 @@ VLLM = EngineTraits(
     replaced_flags={
         # The plan reads the number of copies from the long flag.
         "-dp": "--data-parallel-size",
-        **{("--" if len(name) > 3 else "-") + name: _ONE_MACHINE for name in _SEVERAL_MACHINES},
+        "-n": "--nnodes",
+        **{("--" if len(name) > 3 else "-") + name: _ONE_SERVER for name in _COPIES_APART},
     },
     refused_flags=(
         *("--api-key", "--quantization", "-q", "--lora-modules", "--max-loras", "--lora-target-modules"),
-        *("-tp", "-pp"),
+        *("-tp", "-pp", "-r"),
         # Without its metrics nobody knows an engine's load.
         "--disable-log-stats",
     ),
@@ -303,6 +298,9 @@ VLLM = EngineTraits(
     cpu_sleeps=False,
     route_flags=("--enable-return-routed-experts",),
     expert_flags=("--enable-expert-parallel",),
+    node_flags={"--node-rank": "{rank}", "--master-addr": "{host}", "--master-port": "{port}"},
+    follower_flags=("--headless",),
+    node_address="VLLM_HOST_IP",
     # The product of the head sums in float32 and stays there, without a float32 copy of its weight (vllm
     # model_executor/layers/logits_processor.py). A CPU build would make that copy in each step.
     float32_logits=("--hf-overrides", '{"head_dtype": "float32"}'),
@@ -346,12 +344,14 @@ SGLANG = EngineTraits(
         *("--speculative-accept-threshold-single", "--speculative-accept-threshold-acc"),
         *("--tensor-parallel-size", "--tp", "--expert-parallel-size", "--ep"),
         *("--pp-size", "--pipeline-parallel-size", "--pp"),
-        *("--dp-size", "--data-parallel-size", "--dp", "--nnodes", "--disaggregation-mode", "--is-embedding"),
+        *("--dp-size", "--data-parallel-size", "--dp", "--disaggregation-mode", "--is-embedding"),
         # The keys of these caches do not name the weights, and flushing an engine's cache leaves them full.
         *("--hicache-storage-backend", "--enable-lmcache"),
         *("--watermark-key", "--watermark-config", "--watermark-default-enabled", "--watermark-enforce-all"),
     ),
     memory_flags={"--mem-fraction-static": "static_share"},
+    node_flags={"--node-rank": "{rank}", "--dist-init-addr": "{host}:{port}"},
+    node_address="SGLANG_HOST_IP",
     sleep_flags=("--enable-memory-saver",),
     float32_logits=("--enable-fp32-lm-head", ""),
     # The process group meets on this machine; the host name may resolve to an interface that is down or filtered.

@@ -30,7 +30,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RlAsyncError, UserError
 from rl_async.launcher.child_process import Process, ThisMachine
 from rl_async.launcher.plan.machine import PROBE_S, Measured, ask_torch
-from rl_async.launcher.plan.planning import RENDEZVOUS, Plan, ProcessSpec
+from rl_async.launcher.plan.planning import RENDEZVOUS, Plan, ProcessSpec, meeting_port
 from rl_async.launcher.ray_keeper import (
     ANSWER_S,
     KEY_HOLDERS,
@@ -344,7 +344,7 @@ class RayNodes:
         return self._assignments[spec.name]
 
     def _request(self, spec: ProcessSpec) -> AllocationRequest:
-        names = {spec.name, RENDEZVOUS} if spec.name == "trainer-0" else {spec.name}
+        names = {spec.name, RENDEZVOUS if spec.name == "trainer-0" else meeting_port(spec.name)}
         # A process that stays on this node must also keep its port.
         again = self._ports if stays_on_launcher_node(spec) else {}
         return AllocationRequest(

@@ -124,9 +124,10 @@ class Children:
         if time.monotonic() - self._began[spec.name] > HEALTHY_S:
             restarts = 0
         if code in (EXIT_USER, EXIT_FAILED) or restarts >= spec.max_restarts:
+            self.set_state(spec.name, "failed", restarts)
             self.give_up(child, code, restarts)
         said = said_last(child.output()) or "it wrote nothing"
-        log.warning("%s ended (%s), starting it again; it said last: %s", spec.name, describe_exit(code), said)
+        log.warning("%s ended (%s), starting it again; it said last: %s", child.name, describe_exit(code), said)
         self.set_state(spec.name, "restarting", restarts)
         await asyncio.sleep(min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(restarts, 16)))
         return restarts + 1
@@ -471,15 +472,20 @@ class Supervisor:
         self._scorable.set()
 
     async def _keep_engine(self, spec: ProcessSpec, on_engine: EngineHook | None) -> None:
-        """Produces one healthy, registered engine. Waits for its end, or for the registry to lose it."""
+        """Produces one healthy, registered engine. Waits for its end, or for the registry to lose it.
+
+        The processes of an engine of several nodes are one engine: if one of them ends, all start again.
+        """
         restarts = 0
         while True:
             engine_id = f"{spec.name}.{restarts}" if restarts else spec.name
             child = await self.children.start(spec, restarts=restarts)
+            nodes = [child, *[await self.children.start(other, restarts=restarts) for other in spec.followers]]
             url = url_of(self._executor, spec.name)
             self.children.set_state(spec.name, "starting", restarts)
-            registered = await self._is_healthy(child, url)
-            if not registered and child.returncode is None:
+            registered = await self._is_healthy(child, url, nodes)
+            failed = next((node for node in nodes if node.returncode is not None), child)
+            if not registered and failed.returncode is None:
                 await self._report_trouble(f"{spec.name} did not answer within {self._plan.start_timeout_s:g} s")
             if registered:
                 await self._queue_answered.wait()
@@ -488,22 +494,23 @@ class Supervisor:
                 if on_engine is not None:
                     await on_engine(EngineRecord(engine_id=engine_id, url=url, kind=spec.engine_kind))
                 self.children.set_state(spec.name, "running", restarts)
-                await self._until_gone(child, cut_off)
+                failed = await self._until_gone(nodes, cut_off)
                 del self._cut_off[engine_id]
-            code = await child.kill()
+            code = await failed.kill()
+            await to_the_end(*(node.kill() for node in nodes))
             if registered:
                 await self.queue.remove_engine(engine_id, f"its process ended: {describe_exit(code)}")
-            restarts = await self.children.before_restart(spec, child, code, restarts)
+            restarts = await self.children.before_restart(spec, failed, code, restarts)
 
-    async def _is_healthy(self, child: Process, url: str) -> bool:
-        """Whether the process answered its health probe before it ended and before the deadline.
+    async def _is_healthy(self, child: Process, url: str, needed: Sequence[Process] = ()) -> bool:
+        """Whether the process answered its probe before it, or one that it ``needed``, ended, and before the deadline.
 
         Raises RoleFailed if it serves requests that carry no token.
         """
         probe = EngineHttp(url, timeout_s=None)
         try:
             async with time_limit(self._plan.start_timeout_s):
-                while child.returncode is None:
+                while all(one.returncode is None for one in (child, *needed)):
                     if await probe.healthy():
                         # If the process is lost between the two requests, the next round notices it.
                         with suppress(EngineLost):
@@ -517,13 +524,15 @@ class Supervisor:
             await probe.close()
         return False
 
-    async def _until_gone(self, child: Process, cut_off: asyncio.Event) -> None:
-        ended, lost = asyncio.ensure_future(child.wait()), asyncio.ensure_future(cut_off.wait())
+    async def _until_gone(self, nodes: Sequence[Process], cut_off: asyncio.Event) -> Process:
+        """Wait until a process of an engine ends, or the registry loses it; return the ended one, or else the first."""
+        waiting = [asyncio.create_task(cut_off.wait()), *(asyncio.ensure_future(node.wait()) for node in nodes)]
         try:
-            await asyncio.wait([ended, lost], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            ended.cancel()
-            lost.cancel()
+            for one in waiting:
+                one.cancel()
+        return next((node for node in nodes if node.returncode is not None), nodes[0])
 
     async def _watch_registry(self) -> None:
         """Consumes the registry; produces restarts of engines that other processes removed from it, and the list of

@@ -272,7 +272,9 @@ class AgentConfig(Config, frozen=True):
     ] = None
 
 
+# The plan reads these flags in ``rollout.engine_args``.
 DATA_PARALLEL = "--data-parallel-size"
+NODES = "--nnodes"
 # Engines name MOST_ALTERNATIVES (``rollout_server/api.py``), and vLLM keeps those that tie with the last one, too.
 MOST_KEPT = 16
 
@@ -344,9 +346,18 @@ class RolloutConfig(Config, frozen=True):
     @property
     def data_parallel(self) -> int:
         """Copies of the model in an engine, by vLLM's ``--data-parallel-size`` in ``engine_args``; 0 if unreadable."""
+        return self._count(DATA_PARALLEL)
+
+    @property
+    def nodes(self) -> int:
+        """Processes that an engine's ranks are divided among, each perhaps on a machine of its own, by ``--nnodes`` in
+        ``engine_args``; 0 if unreadable."""
+        return self._count(NODES)
+
+    def _count(self, wanted: str) -> int:
         for word, following in zip(self.engine_args, (*self.engine_args[1:], ""), strict=False):
             flag, _, value = word.partition("=")
-            if flag.replace("_", "-") == DATA_PARALLEL:
+            if flag.replace("_", "-") == wanted:
                 number = value or following
                 return int(number) if number.isdecimal() else 0
         return 1

@@ -146,6 +146,8 @@ class ProcessSpec:
     memory_bytes: int | None = None
     # The registry lists each engine with its kind.
     engine_kind: str = ""
+    # The further processes of an engine of several nodes: they start, live and end with this one.
+    followers: tuple["ProcessSpec", ...] = ()
 
     @property
     def device(self) -> str:
@@ -227,34 +229,57 @@ def _opened(config: RunConfig, gpus: tuple[int, ...], trainers: tuple[int, ...])
 
 
 def engine_spec(
-    config: RunConfig, run_dir: Path, index: int, place: Place, size: ModelSize | None, memory: EngineMemory
+    config: RunConfig,
+    run_dir: Path,
+    index: int,
+    place: Place,
+    size: ModelSize | None,
+    memory: EngineMemory,
+    node: int = 0,
 ) -> ProcessSpec:
-    """Return the process of engine number ``index`` of a run."""
-    traits, name, gpus = ENGINES[place.kind], place.process, place.gpus
+    """Return the process of a node of engine number ``index`` of a run; the first has the others as followers."""
+    traits, nodes = ENGINES[place.kind], config.rollout.nodes
+    whole = engine_bytes(config, size, on_gpu=bool(place.gpus))
+    each = len(place.gpus) // nodes
+    name, gpus = node_name(place.process, node), place.gpus[node * each : (node + 1) * each]
     env = {**traits.variables, **(select_devices((*gpus, *place.opens)) if gpus else traits.cpu_variables)}
     if traits.package:
         env |= http_environment(config, run_dir)
+    if nodes > 1:
+        env[traits.node_address] = f"{{{name}.host}}"
+    others = range(1, 1 if node else nodes)
     return ProcessSpec(
         name=name,
         role="engine",
-        argv=_argv(config, run_dir, index, place, memory, routes=size is not None and size.experts > 0),
+        argv=_argv(config, run_dir, index, node, place, memory, routes=size is not None and size.experts > 0),
         env=environment(config, "engine") | env,
         gpus=gpus,
-        ranks=config.rollout.ranks,
+        ranks=config.rollout.ranks // nodes,
         max_restarts=config.launcher.max_restarts,
-        memory_bytes=engine_bytes(config, size, on_gpu=bool(gpus)),
+        memory_bytes=None if whole is None else whole // nodes,
         engine_kind=place.kind,
+        followers=tuple(engine_spec(config, run_dir, index, place, size, memory, other) for other in others),
     )
 
 
+def node_name(engine: str, node: int) -> str:
+    """Return the name of an engine's process on one of its nodes; the first has that of the engine."""
+    return f"{engine}-node-{node}" if node else engine
+
+
+def meeting_port(engine: str) -> str:
+    """Return the name of the port where the nodes of an engine meet, on its first node."""
+    return f"{engine}-nodes"
+
+
 def _argv(
-    config: RunConfig, run_dir: Path, index: int, place: Place, memory: EngineMemory, *, routes: bool
+    config: RunConfig, run_dir: Path, index: int, node: int, place: Place, memory: EngineMemory, *, routes: bool
 ) -> tuple[str, ...]:
     """Return the command line of an engine: rl-async's own reads the run's config, other software gets flags.
 
     ``routes`` says whether the model has experts, whose choice the trainer may replay.
     """
-    traits, name, on_gpu = ENGINES[place.kind], place.process, bool(place.gpus)
+    traits, name, on_gpu = ENGINES[place.kind], node_name(place.process, node), bool(place.gpus)
     host = ("--host", f"{{{name}.host}}")
     limits = {flag: getattr(memory, attribute) for flag, attribute in traits.memory_flags.items()}
     of_memory = [word for flag, value in limits.items() if value is not None for word in (flag, str(value))]
@@ -278,6 +303,10 @@ def _argv(
         argv += traits.route_flags
     if config.rollout.expert_parallel > 1:
         argv += traits.expert_flags
+    if config.rollout.nodes > 1:
+        meeting = {"rank": node, "host": f"{{{place.process}.host}}", "port": f"{{{meeting_port(place.process)}}}"}
+        argv += tuple(word for flag, value in traits.node_flags.items() for word in (flag, value.format(**meeting)))
+        argv += traits.follower_flags if node else ()
     if config.trainer.lora is not None and traits.adapter_flags and adapter_way(config) == "load":
         rank = config.trainer.lora.rank
         argv += (*traits.adapter_flags, str(min(size for size in traits.adapter_ranks if size >= rank)))
@@ -324,7 +353,8 @@ class Plan:
     def processes(self) -> tuple[ProcessSpec, ...]:
         """All processes that live as long as the run."""
         reward_model = () if self.reward_model is None else (self.reward_model,)
-        return (self.queue, *self.shards, *self.engines, *reward_model, *self.workers, *self.trainers)
+        engines = (spec for engine in self.engines for spec in (engine, *engine.followers))
+        return (self.queue, *self.shards, *engines, *reward_model, *self.workers, *self.trainers)
 
 
 def plan(
@@ -588,7 +618,10 @@ def _ports(config: RunConfig) -> tuple[PortWish, ...]:
     first = config.rollout.port
     of_engines = (PortWish(f"engine-{i}", first + i if first else 0, "rollout.port") for i in range(engines(config)))
     on_lent = (PortWish(f"{LENT}{index}") for index in range(lent_engines(config)))
-    wishes = [*of_engines, *on_lent, PortWish(RENDEZVOUS)]
+    nodes = range(1, config.rollout.nodes)
+    of_nodes = (PortWish(node_name(f"engine-{i}", node)) for i in range(engines(config)) for node in nodes)
+    meetings = (PortWish(meeting_port(f"engine-{i}")) for i in range(engines(config)) if nodes)
+    wishes = [*of_engines, *on_lent, *of_nodes, *meetings, PortWish(RENDEZVOUS)]
     if is_encrypted(config.queue):
         shards = (PortWish(f"shard-{i}") for i in range(config.queue.shards))
         wishes = [PortWish("queue", config.queue.port, "queue.port"), *shards, *wishes]

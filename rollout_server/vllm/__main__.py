@@ -44,7 +44,26 @@ def main() -> None:
     # This list of allowed plugins could leave ours out.
     os.environ.pop("VLLM_PLUGINS", None)
     sys.argv = ["vllm", *_for_this_version(), *_tracing(), *sys.argv[1:]]
+    if "--headless" in sys.argv:
+        return _follow()
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+
+
+def _follow() -> None:
+    """Run the workers of a further node of an engine, as ``vllm serve`` does, until they end.
+
+    That command itself looks for a package of the name vllm, which CPU builds are not.
+    """
+    from rl_async.rollout_server.vllm import private_names
+
+    if missing := private_names.lacking(private_names.FURTHER_NODES):
+        sys.exit(f"this vLLM has no {', '.join(missing)}, which further nodes of an engine need; {NEWER}")
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser, serve = FlexibleArgumentParser(), ServeSubcommand()
+    serve.subparser_init(parser.add_subparsers())
+    serve.cmd(parser.parse_args([serve.name, *sys.argv[1:]]))
 
 
 def _for_this_version() -> list[str]:

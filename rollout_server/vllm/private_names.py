@@ -111,6 +111,12 @@ DIVIDED_EXPERTS_ON_CPU: Names = {
     f"{_EXPERTS}.experts.cpu_moe": {"CPUUnquantizedExperts.apply": ("topk_weights", "topk_ids", "expert_map")},
 }
 
+# The command that runs the workers of an engine's further nodes.
+FURTHER_NODES: Names = {
+    "vllm.entrypoints.cli.serve": {"ServeSubcommand.subparser_init": ("subparsers",), "ServeSubcommand.cmd": ("args",)},
+    "vllm.utils.argparse_utils": {"FlexibleArgumentParser": ()},
+}
+
 
 def require_all(version: str, *, cpu: bool) -> None:
     """Raise RuntimeError, naming them, if the installed vLLM lacks any name. Warns of an untested ``version``."""
