@@ -84,6 +84,14 @@ ABSENT: dict[str, str] = {
     "rollout.top_p": "the trainer needs the tokens that were left, of which engines name 20; use rollout.truncation",
     "rollout.top_k": "the trainer needs the tokens that were left; use rollout.truncation",
     "trainer.beta1": "AdamW's beta1 is 0.9",
+    **dict.fromkeys(
+        ("trainer.lora.dora", "trainer.lora.use_dora"),
+        "DoRA rescales whole layers, which engines cannot add as B·A; adapters are LoRA, or rsLoRA by rank_stabilized",
+    ),
+    **dict.fromkeys(
+        ("trainer.lora.load_in_4bit", "trainer.lora.load_in_8bit", "trainer.lora.quantization"),
+        "QLoRA is not offered: the frozen base is in model.dtype, divided among trainer.ranks",
+    ),
     "trainer.checkpoint_async": "training always goes on while a checkpoint is written; leave the key out",
     "queue.consumer_bytes": "256 MiB are kept of trained groups that consumers have not read",
 }

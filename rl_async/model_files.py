@@ -47,6 +47,15 @@ def read_object(file: Path, key: str = "") -> dict[str, Any]:
     return found
 
 
+def refuse_quantized(quantization: Any, key: str, folder: Path) -> None:
+    """Raise UserError, naming ``key``, unless weights with this ``quantization_config`` of config.json can train."""
+    if quantization and quantization.get("quant_method") != "mxfp4":
+        raise UserError(
+            f"{key}: {folder} is quantized (quantization_config of its config.json), which cannot be trained, nor be "
+            "the base of adapters (QLoRA); use the same model in bfloat16 or float32"
+        )
+
+
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a file by name. Raises ValueError, naming the file, unless it is a safetensors file.
 

@@ -34,7 +34,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelFor
 from rl_async.configs.schema.data import ATTENTION_KEY, FLASH_ATTN
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import DataError, UserError
-from rl_async.model_files import experts_of, mixers_of
+from rl_async.model_files import experts_of, mixers_of, refuse_quantized
 from rl_async.pictures import PictureProcessor
 from rl_async.torch_shared import bfloat16_products, has_flash_attention, output_logits, widened
 from rl_async.trainer.attention import (
@@ -257,6 +257,7 @@ def build_bare(folder: Path, head: Head = "policy") -> Any:
     key, what = ("critic.path", "decoder") if head == "value" else ("model.path", "causal LM")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        refuse_quantized(getattr(config, "quantization_config", None), key, folder)
         whole: Any = AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
         kind: Any = AutoModel if head == "value" else whole
         lm = skeleton(kind, config)

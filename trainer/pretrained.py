@@ -173,14 +173,9 @@ class Pretrained:
     def __init__(self, model: Any, stored: StoredWeights) -> None:
         self._model, self._stored = model, stored
         quantization = getattr(model.config, "quantization_config", None)
-        if quantization and quantization["quant_method"] == "mxfp4":
+        if quantization is not None:
             # What is trained, published and saved is not quantized any more.
             del model.config.quantization_config
-        elif quantization:
-            raise UserError(
-                f"{stored.key}: {stored.folder} is quantized (quantization_config of its config.json), which "
-                "cannot be trained; use the same model in bfloat16 or float32"
-            )
         named = model.state_dict(keep_vars=True)
         first: dict[int, str] = {}
         # Tied tensors get the same name.

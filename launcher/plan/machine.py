@@ -41,6 +41,7 @@ from rl_async.installation import BESIDE_ENGINES, install_beside, version
 from rl_async.launcher.plan.artifacts import check_data, checkpoints, needs_preparation
 from rl_async.launcher.plan.memory import DTYPE_BYTES, ModelSize, gib, model_size, read_shape, tiny_shape
 from rl_async.launcher.plan.planning import THREADS, Plan, assign_devices, engine_place, engines, plan
+from rl_async.model_files import refuse_quantized
 from rl_async.process.role import own_module
 from rl_async.reward_loop.model_client import read_api_key
 from rl_async.trainer.families import why_not_shared
@@ -518,6 +519,7 @@ def check_trainer(config: RunConfig, gpus: int) -> None:
         check_megatron()
     if config.trainer.lora is not None and find_spec("peft") is None:
         raise UserError(f"trainer.lora: {sys.executable} has no PEFT; install it with `pip install 'rl-async[lora]'`")
+    refuse_quantized(policy_shape(config).get("quantization_config"), "model.path", Path(config.model.path))
     check_trackers(config)
     check_kernels(config, gpus)
     check_sharing(config)

@@ -43,7 +43,8 @@ class _Trial(msgspec.Struct):
 
 
 def rehearse(config: RunConfig, *, whole: bool) -> Findings:
-    """Try the user's own loss, advantage, correction and reward functions, and compare a teacher's tokenizer.
+    """Try the user's own loss, advantage, correction and reward functions, compare a teacher's tokenizer, and look for
+    the layers that adapters are to be trained for.
 
     With ``whole`` also load the user's other code, read all rows, try the built-in rewards that need no server, and
     render the first prompt.
@@ -51,7 +52,7 @@ def rehearse(config: RunConfig, *, whole: bool) -> Findings:
     """
     taught_by = config.algorithm.teacher
     teacher = taught_by is not None and (bool(taught_by.paths) or taught_by.hint is not None)
-    if not (whole or teacher or _own_algorithm(config) or any(_own_terms(config))):
+    if not (whole or teacher or _own_algorithm(config) or any(_own_terms(config)) or _lora_targets(config)):
         return Findings()
     limit_s = SLACK_S + 2 * config.reward.timeout_s
     what = "trying the algorithm, the reward and the data"
@@ -73,6 +74,11 @@ def main() -> int:
     return 0
 
 
+def _lora_targets(config: RunConfig) -> tuple[str, ...]:
+    """Return the configured names of layers that get adapters; the default is empty, which never fails."""
+    return config.trainer.lora.targets if config.trainer.lora is not None else ()
+
+
 def rehearse_here(config: RunConfig, whole: bool) -> Findings:
     """Do the work of ``rehearse`` in this process, which the user's code may change."""
     findings = Findings()
@@ -87,6 +93,12 @@ def rehearse_here(config: RunConfig, whole: bool) -> Findings:
         from rl_async.trainer.algorithms.algorithm import build
 
         build(config)
+    if (targets := _lora_targets(config)) and Path(config.model.path).is_dir():
+        # Imported only here, since they import torch.
+        from rl_async.trainer.lora import chosen
+        from rl_async.trainer.model import build_bare
+
+        chosen(build_bare(Path(config.model.path)), targets)
     teacher = config.algorithm.teacher
     if teacher is not None and Path(config.model.path).is_dir():
         from rl_async.trainer.teacher import Hints, check_tokenizers
