@@ -127,12 +127,9 @@ class Siblings:
 
 
 LEASE_WAIT_S = 5.0
-
 RENEWALS_PER_LEASE = 4
-
 # The pause before a lease grows from the first to the longest while samples only fail.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
-
 # The queue refuses a sample with these codes if it has leased it again or rolled it back.
 OUTDATED = ("fenced", "unknown_group")
 

@@ -17,8 +17,8 @@ import msgspec
 from rl_async.configs.schema.run import RunConfig
 from rl_async.files import UNDECODABLE, undamaged
 from rl_async.insight.tail import LineTail, Record, record_of
-from rl_async.insight.terminal import printable
 from rl_async.messages import StatusReport, Turn
+from rl_async.process.role import printable
 from rl_async.recording import trained_file
 from rl_async.transfer_queue import book as state_book
 

@@ -48,9 +48,9 @@ from rl_async.insight.live_figures import (
     unscored_text,
 )
 from rl_async.insight.tail import LineTail, LogWarnings, Record, record_of
-from rl_async.insight.terminal import printable
 from rl_async.messages import FAILED, EngineList, EngineRecord, Inspection, StatusReport
 from rl_async.process.http_auth import run_token
+from rl_async.process.role import printable
 from rl_async.process.run_files import Beat, ProcessState, Progress, read_beats, read_progress
 from rl_async.rollout_server.api import EngineLoad
 from rl_async.rollout_server.pool import ask_loads, connect

@@ -36,8 +36,8 @@ from rl_async.evaluation import (
     summarize_with_total,
 )
 from rl_async.files import DAMAGE, undamaged, written_whole
-from rl_async.insight.terminal import printable
 from rl_async.messages import Trajectory, Turn, role_rewards
+from rl_async.process.role import printable
 from rl_async.recording import evaluations, read_trajectories
 
 # Role and text of each message before the policy's first turn.

@@ -16,10 +16,10 @@ from rich.text import Text
 from rl_async.configs.load import load_resolved
 from rl_async.errors import UserError
 from rl_async.files import undamaged
-from rl_async.insight.terminal import printable
 from rl_async.insight.view.trajectories import tokenizer_of
 from rl_async.messages import Explanation, Media, Trajectory
 from rl_async.picture_decoder import DECODER, Want
+from rl_async.process.role import printable
 from rl_async.recording import files_of_step, read_images
 from rl_async.reward_loop.api import REWARD
 

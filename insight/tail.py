@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from rl_async.files import last_line, undamaged
-from rl_async.insight.terminal import printable
+from rl_async.process.role import printable
 
 # One line of metrics.jsonl or evaluations.jsonl.
 Record = dict[str, float]

@@ -604,9 +604,7 @@ def _uncollected() -> Iterator[None]:
 # polls and renewals; and for a token, as measured by ``python -m benchmarks.transfer_queue`` with rows of 1,536 and
 # 32,768 tokens.
 QUEUE_ROW_S = 1.0e-4
-
 QUEUE_WORKER_S = 4.0e-5
-
 QUEUE_TOKEN_S = 1.8e-8
 
 

@@ -404,11 +404,8 @@ def _interfaces() -> dict[str, list[tuple[str, str | None]]]:
 
 
 WATCH_S = 2.0
-
 ANSWER_S = 10.0
-
 RETRY_S = 0.5
-
 # After this long without an answer, even a keeper that still lives has killed the process.
 LOST_S = ORPHANED_S + 10.0
 

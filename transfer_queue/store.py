@@ -622,9 +622,7 @@ class Attendance:
 
 # Groups, or workers, of one answer.
 MOST_LISTED = 1000
-
 WINDOW_S = 60
-
 NAMES = ("groups_ready", "groups_reserved", "rows", "bytes")
 
 

@@ -197,14 +197,11 @@ def _size(key: bytes, token_ids: tuple[int, ...]) -> int:
 
 
 CACHE_BYTES = 64 << 20
-
 # A template is watched for endless loops while it prints its first conversations, except for longer ones than this:
 # they take their time, and an endless template would hang on short ones, too.
 WATCHED, WATCHED_BYTES = 20, 10_000
-
 # Stands for the reasoning of a turn.
 _MARK = "reasoningmark"
-
 TOOL = {
     "type": "function",
     "function": {"name": "probe", "description": "A probe.", "parameters": {"type": "object", "properties": {}}},
@@ -423,15 +420,11 @@ class TokenizerFormat(ABC):
 
 # The assistant's text in the placeholder conversation.
 _ANSWER_MARK = "rendermark"
-
 # A call of this function shows how the template prints calls.
 _PROBE, _PROBE_ID = "probe", "callid012"
-
 _KEY = "probekey"
-
 # Names of functions that no template has to escape.
 _NAME = re.compile(r"[\w.-]{0,256}")
-
 # An open <think> is searched for in so many tokens at the end of a prompt.
 _TAIL = 16
 

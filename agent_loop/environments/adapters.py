@@ -198,10 +198,8 @@ class PettingZoo:
 
 
 PLAYERS = "num_players"
-
 # The sender of the game's own messages.
 GAME = -1
-
 # TextArena draws from Python's global generator, which it seeds in reset.
 _RESETTING = threading.Lock()
 

@@ -342,16 +342,12 @@ class HostedGame(_Hosted, OpenGame):
 
 
 MODULE = "agent_loop.environments.host_process"
-
 # How long a host may stay silent after a call's deadline, which it holds itself, and a process may take to end.
 GRACE_S = 30.0
-
 # This variable marks the processes of a host; each host has another value.
 MARK = "RL_ASYNC_ENVIRONMENTS_FOLDER"
-
 # Importing an environment's packages from a slow disk takes a minute.
 START_S = 180.0
-
 # The guard's exit code for SIGKILL.
 KILLED = 256 - 9
 

@@ -180,7 +180,6 @@ def _matches(one: Conversation, patterns: Sequence[str]) -> bool:
 
 # The printed forms of so many sets of tools are remembered.
 OFFERS = 256
-
 _PROBE: tuple[Message, ...] = ({"role": "system", "content": "x"}, {"role": "user", "content": "y"})
 
 
@@ -526,7 +525,6 @@ class Release:
 
 
 ID_BYTES = 16
-
 # If the model's name ends with this in a request, the answer is not trained on.
 UNTRAINED = "untrained"
 

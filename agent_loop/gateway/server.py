@@ -474,7 +474,6 @@ def refusal(error: Exception) -> RequestRefused:
 
 
 _CHAT = "chat/completions, responses, completions and messages under an episode's base URL"
-
 # Hints for paths that are not served, the first match counts.
 _HINTS = (
     (r"/embeddings$", "the policy embeds nothing; use an embedding service of its own"),
@@ -495,7 +494,6 @@ _HINTS = (
 
 # Some clients give up after a few seconds without a byte.
 PING_S = 2.0
-
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -591,14 +589,10 @@ async def _send(send: Send, body: bytes, *, more: bool = True) -> None:
 
 
 T = TypeVar("T")
-
 MAX_WAIT_S = 60.0
-
 # A request with "no" in this header gets an answer that is not trained on.
 TRAIN = "X-RL-Async-Train"
-
 Handler = Callable[[Request], Awaitable[Response]]
-
 _Route = tuple[Handler, Callable[[RequestRefused], dict[str, Any]]]
 
 
@@ -871,7 +865,6 @@ def _json(value: Any, status: int = 200) -> Response:
 
 # A running queue answers a probe within this time.
 ANSWER_S = 5.0
-
 # Agent programs have so long to learn that the run is over.
 LINGER_S = 10.0
 

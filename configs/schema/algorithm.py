@@ -220,9 +220,7 @@ class CorrectionOptions(Config, frozen=True):
 
 
 _GEO: dict[str, Limit] = {"seq_mean_k1": "0.999_1.001"}
-
 _K3: dict[str, Limit] = {"seq_mean_k3": 0.01}
-
 _SEQ: dict[str, Limit] = {"seq_sum_k1": "0.5_2.0"}
 
 # Names and numbers as the class methods of verl's RolloutCorrectionConfig have them (verl/trainer/config/algorithm.py,
@@ -355,9 +353,7 @@ def rules(correction: Correction) -> tuple[str, ...]:
 ADAPTIVE_LIMIT = 0.2
 
 AboveZero = Annotated[float, Meta(gt=0)]
-
 NotNegative = Annotated[float, Meta(ge=0)]
-
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
 

@@ -226,7 +226,7 @@ def version_lines() -> list[str]:
 
 def _print_error(text: str) -> None:
     """Print an error without its control characters, since it may quote a log or a data set."""
-    from rl_async.insight.terminal import printable
+    from rl_async.process.role import printable
 
     print(f"error: {printable(text)}", file=sys.stderr)
 

@@ -27,7 +27,6 @@ from rl_async.errors import AccessDenied, EngineError, QueueLost, RlAsyncError, 
 from rl_async.insight.diagnosis import ObservedEngine
 from rl_async.insight.doctor import launcher_of
 from rl_async.insight.show import reward_parts, reward_text
-from rl_async.insight.terminal import printable
 from rl_async.launcher.plan.planning import HOST
 from rl_async.messages import (
     DeliveredGroup,
@@ -49,7 +48,7 @@ from rl_async.process.http_auth import (
     token_from_environment,
 )
 from rl_async.process.kernel import read_stat
-from rl_async.process.role import heeded, py_spy
+from rl_async.process.role import heeded, printable, py_spy
 from rl_async.process.run_files import (
     ENDPOINTS_FILE,
     PROFILES_FOLDER,

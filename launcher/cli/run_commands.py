@@ -78,8 +78,8 @@ def add_replay(parser: argparse.ArgumentParser) -> None:
 def _replay(arguments: argparse.Namespace) -> int:
     import asyncio
 
-    from rl_async.insight.terminal import printable
     from rl_async.launcher.runs.replay_episode import replay_episode
+    from rl_async.process.role import printable
 
     lines, same = asyncio.run(replay_episode(arguments.run, arguments.episode))
     for line in lines:
@@ -485,7 +485,7 @@ def _list_episodes(run: Path, url: str) -> int:
     from rich.table import Table
     from rich.text import Text
 
-    from rl_async.insight.terminal import printable
+    from rl_async.process.role import printable
 
     listing = _ask_gateway(run, url, "/episodes")
     episodes = listing["episodes"]
@@ -554,10 +554,9 @@ def add_play(parser: argparse.ArgumentParser) -> None:
 
 def _play(arguments: argparse.Namespace) -> int:
     from rl_async.gateway import Gateway
-    from rl_async.insight.terminal import printable
     from rl_async.launcher.play import Player, StopPipe, found_program, load_grade
     from rl_async.process.http_auth import token_file
-    from rl_async.process.role import heeded
+    from rl_async.process.role import heeded, printable
     from rl_async.process.run_files import gateway_url
 
     if arguments.n < 1:

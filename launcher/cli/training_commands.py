@@ -385,8 +385,8 @@ def _test(arguments: argparse.Namespace) -> int:
     import asyncio
 
     from rl_async.configs.load import load_config
-    from rl_async.insight.terminal import printable
     from rl_async.launcher.runs.score_answers import report, score_answers
+    from rl_async.process.role import printable
 
     path = json.dumps(arguments.data, ensure_ascii=False)
     needed = [] if arguments.config else ["model.path=none", f"data.path={path}"]
@@ -511,9 +511,9 @@ def _make_data(arguments: argparse.Namespace) -> int:
 def _inspect_data(arguments: argparse.Namespace) -> int:
     from rl_async.configs.load import load_config
     from rl_async.configs.schema.data import DataSource
-    from rl_async.insight.terminal import printable
     from rl_async.launcher.runs.inspect_data import inspect, inspect_config
     from rl_async.launcher.sources import data_files
+    from rl_async.process.role import printable
 
     path, overrides = arguments.path, arguments.overrides
     # An override may stand where PATH is expected.

@@ -36,7 +36,6 @@ from rl_async.configs.load import load_config, load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ProtocolError, QueueLost, RlAsyncError, UserError
 from rl_async.insight.doctor import launcher_of
-from rl_async.insight.terminal import printable, say
 from rl_async.insight.view.trajectories import REPLACEMENT, token_texts, tokenizer_of
 from rl_async.launcher.plan.artifacts import check_model_folder, checkpoints
 from rl_async.launcher.plan.machine import settle_here
@@ -44,6 +43,7 @@ from rl_async.launcher.sources import model_folder
 from rl_async.messages import LeasedGroup, Task, Version
 from rl_async.model_files import read_object
 from rl_async.process.http_auth import run_token
+from rl_async.process.role import printable, say
 from rl_async.process.run_files import read_endpoints
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult, Heard, StreamingGenerator
 from rl_async.rollout_server.pool import engine_pool

@@ -27,7 +27,6 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import EXIT_SIGNAL, ConfigError, EngineError, RlAsyncError, RowsLost
 from rl_async.evaluation import answers_of, failed_row, failed_rows, summarize_with_total
 from rl_async.insight.recorded_evaluations import summary_table, write_lines
-from rl_async.insight.terminal import say
 from rl_async.launcher.child_process import ThisMachine
 from rl_async.launcher.plan.artifacts import checkpoints_beside
 from rl_async.launcher.plan.machine import check_api_keys, settle_here
@@ -50,6 +49,7 @@ from rl_async.messages import (
 )
 from rl_async.process.http_auth import run_token
 from rl_async.process.private_folder import hold_private_folder
+from rl_async.process.role import say
 from rl_async.recording import evaluation_file, write_trajectories
 from rl_async.rollout_server.api import GenerateRequest
 from rl_async.rollout_server.pool import connect

@@ -33,7 +33,6 @@ from rl_async.insight.doctor import REPORT_FILE as DIAGNOSIS
 from rl_async.insight.doctor import write_report
 from rl_async.insight.live_view import View, show_progress
 from rl_async.insight.tail import last_record
-from rl_async.insight.terminal import say
 from rl_async.installation import commit
 from rl_async.launcher.child_process import Executor, Lifeline, ThisMachine
 from rl_async.launcher.plan.artifacts import needs_data, needs_model, needs_preparation
@@ -64,7 +63,7 @@ from rl_async.launcher.sources import Fetched
 from rl_async.launcher.supervisor import Interrupted, Supervisor
 from rl_async.process.http_auth import make_tokens, token_file
 from rl_async.process.private_folder import hold_private_folder
-from rl_async.process.role import LIFELINE_FD, own_module, steady_file
+from rl_async.process.role import LIFELINE_FD, own_module, say, steady_file
 from rl_async.process.run_files import Beat, DeviceBudget, MemoryBudget, read_beats, write_budget, write_endpoints
 from rl_async.transfer_queue.auth.keys import client_keys, provide_keys
 

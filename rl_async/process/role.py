@@ -4,7 +4,8 @@ A role's ``__main__.py`` parses its arguments and calls ``run_role``; code that 
 imported only then, so that ``--help`` answers at once. A role ends with its supervisor, by a pipe whose write end
 only the supervisor holds, and writes its Python stack on a signal. Standard output and error are steady: a reader may
 end before the process does, vanish with its terminal, stop reading, or be a file on a full disk, and any ``print`` to
-a plain stream would then raise or block.
+a plain stream would then raise or block. Text of models, tools and programs is shown without the escape sequences that
+a terminal would obey.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from rl_async.errors import EXIT_USER, RlAsyncError, UserError
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
+    from rich.console import Console
 
 
 def own_module(name: str, *arguments: str) -> tuple[str, ...]:
@@ -456,3 +458,17 @@ def bind(host: str, port: int, key: str) -> socket.socket:
         listener.close()
         raise UserError(f"{key}: cannot listen on {host}:{port}: {error}") from error
     return listener
+
+
+# Control characters except tab and line break, and characters that change the direction of writing.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """Return the text with control characters spelled out, such as ``\\x1b``."""
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def say(console: "Console", text: str) -> None:
+    """Print lines of any origin unchanged, except for their control characters."""
+    console.print(printable(text), markup=False, highlight=False, soft_wrap=True)

@@ -117,7 +117,6 @@ def listed(wanted: bool, run: Path, target: Target) -> Iterator[None]:
 BUDGET_FILE = "memory.json"
 
 Stage = Literal["start", "rollout", "train", "gather", "load"]
-
 Part = Literal[
     "runtime",
     "weights",
@@ -131,7 +130,6 @@ Part = Literal[
     "bucket",
     "published",
 ]
-
 # In bytes.
 Parts = Mapping[Part, int]
 
@@ -148,7 +146,6 @@ TRAINER_REMEDY: Mapping[Part, str] = {
     "published": "set model.dtype=bfloat16; on a GPU also set weight_sync.transport=disk, which has it on the host, "
     "or raise trainer.ranks, over which it is divided without weight_sync.delta, weight_sync.adapters=add and SGLang",
 }
-
 ENGINE_REMEDY: Mapping[Part, str] = {
     "runtime": "use fewer rollout.engines on this device",
     "weights": "raise rollout.tensor_parallel, over which they are divided, or set model.dtype=bfloat16",
@@ -223,9 +220,7 @@ def read_budget(run: Path) -> MemoryBudget:
 
 
 MOST_BYTES = 1 << 20
-
 TIMELINE_FOLDER = "timeline"
-
 OLDER = ".older"
 
 
@@ -317,7 +312,6 @@ Phase = Literal[
     "reporting",
     "evaluating the final weights",
 ]
-
 # In the order of a step.
 PHASES: tuple[str, ...] = get_args(Phase)
 
@@ -357,7 +351,6 @@ def read_beats(run: Path) -> list[Beat]:
 
 
 PROGRESS_FOLDER = "progress"
-
 # A process writes its progress at most this often.
 PROGRESS_S = 1.0
 

@@ -17,9 +17,9 @@ from rl_async.configs.load import dump, load_config
 from rl_async.errors import EXIT_USER, UserError
 from rl_async.insight.recorded_evaluations import compare, read_evaluation, show_evaluations, write_lines
 from rl_async.insight.show import ERRORS, RecordedRow, RecordedTurn, read_step, render, reward_parts, show, turn_rewards
-from rl_async.insight.terminal import say
 from rl_async.launcher.cli.__main__ import main
 from rl_async.messages import Explanation, Media, RuleRun, Trajectory, Turn
+from rl_async.process.role import say
 from rl_async.recording import images_file, write_trajectories
 from tests.conftest import make_rows
 from tests.support.tiny_models import drawing
