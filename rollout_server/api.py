@@ -1,4 +1,4 @@
-"""The request and the result of one generation, and the Protocol of agent loops for it.
+"""The request and the result of one generation, and what agent loops and servers have in common for it.
 
 Every consumer of an engine has its own narrow Protocol: agent loops generate (``Generator`` below), the pool streams
 and probes (``pool.py``), the weight-sync coordinator updates (``weight_sync/protocol.py``). The clients in ``vllm/``
@@ -6,17 +6,30 @@ and ``sglang/`` implement all of them.
 
 ``IncomingAnswer`` checks that an answer of any dialect can be trained on. ``join`` joins the parts of a stream, and
 ``continuation`` is the request that continues a partial answer on another engine.
+
+``LineageFence``, a middleware around every server's routes, fences off a replaced trainer. A trainer's client names its
+lineage in every request; agent workers do not. Every answer names the process that gave it, by which ``rl-async engine
+add`` recognises a router over several engines.
 """
 
 import math
+import secrets
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
 
 from rl_async.errors import EngineLost, EngineRejected
 from rl_async.messages import Media, Sampling, Version, VersionRun
+from rl_async.process.http_auth import HEALTH, App, Receive, Scope, Send, answer
+
+LINEAGE_HEADER = "X-Trainer-Lineage"
+PROCESS_HEADER = "X-Engine-Process"
+# Engines do not use this status for any other purpose.
+REPLACED = 412
+# A longer number cannot count resumes, and Python refuses to parse thousands of digits.
+_DIGITS = 18
 
 PauseMode = Literal["keep", "wait", "abort"]
 FinishReason = Literal["stop", "length", "abort"]
@@ -294,3 +307,43 @@ def continuation(request: GenerateRequest, done: GenerateResult) -> GenerateRequ
         token_ids=request.token_ids + done.token_ids,
         max_tokens=request.max_tokens - len(done.token_ids),
     )
+
+
+class LineageFence:
+    """Refuses requests of an older lineage than the newest one seen by this process.
+
+    A successor thus fences off its predecessor with the first request of its first publication. A restarted engine has
+    forgotten the newest lineage, but is not routed to until the successor has updated it.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._newest = -1
+        self._named = (PROCESS_HEADER.lower().encode(), secrets.token_hex(8).encode())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer 412, or 400 for a lineage that is not a number."""
+
+        async def named_send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message = message | {"headers": [*message["headers"], self._named]}
+            await send(message)
+
+        named = dict(scope["headers"]).get(LINEAGE_HEADER.lower().encode()) if scope["type"] == "http" else None
+        # Health probes need no token, so they must not be able to fence off a trainer.
+        if named is None or scope["path"] == HEALTH:
+            return await self._app(scope, receive, named_send)
+        if not named.isdigit() or len(named) > _DIGITS:
+            return await _refuse(send, 400, f"{LINEAGE_HEADER} is not a number")
+        lineage = int(named)
+        if lineage < self._newest:
+            message = f"the trainer of lineage {lineage} was replaced by one of lineage {self._newest}"
+            return await _refuse(send, REPLACED, message)
+        self._newest = lineage
+        await self._app(scope, receive, named_send)
+
+
+async def _refuse(send: Send, status: int, reason: str) -> None:
+    body, headers = answer(status, reason)
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

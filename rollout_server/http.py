@@ -10,7 +10,7 @@ import msgspec
 from rl_async.errors import EngineError, EngineLost, EngineRejected, TrainerReplaced
 from rl_async.files import UNDECODABLE
 from rl_async.process.http_auth import bearer
-from rl_async.rollout_server.fence import LINEAGE_HEADER, PROCESS_HEADER, REPLACED
+from rl_async.rollout_server.api import LINEAGE_HEADER, PROCESS_HEADER, REPLACED
 
 # Servers close idle connections after 5 s, and a request sent at that moment would be lost.
 KEEP_ALIVE_S = 4.0

@@ -22,7 +22,7 @@ from rl_async.configs.engines import SGLANG
 from rl_async.files import UNDECODABLE
 from rl_async.process.http_auth import App, Receive, RequireToken, Scope, Send, check_token, with_body
 from rl_async.process.role import join_supervisor
-from rl_async.rollout_server.fence import LineageFence
+from rl_async.rollout_server.api import LineageFence
 
 VARIABLES = {
     # Otherwise /health samples, which a paused engine cannot.

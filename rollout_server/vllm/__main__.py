@@ -14,7 +14,7 @@ from rl_async.configs.engines import STREAM_INTERVAL, VLLM
 from rl_async.process.http_auth import check_token
 from rl_async.process.role import join_supervisor
 
-FENCE = "rl_async.rollout_server.fence.LineageFence"
+FENCE = "rl_async.rollout_server.api.LineageFence"
 EVERYTHING, TRACES = tracing.VARIABLES
 TRACE_DEFAULTS = {
     # vLLM's own default is gRPC.

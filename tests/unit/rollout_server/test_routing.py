@@ -15,8 +15,17 @@ from rl_async.configs.load import load_config
 from rl_async.errors import ConfigError, EngineRejected, ProtocolError
 from rl_async.messages import EngineRecord, Sampling, Version
 from rl_async.rollout_server import json_schemas, pool
-from rl_async.rollout_server.api import DROPPED, MOST_ALTERNATIVES, TIES, EngineLoad, GenerateRequest, IncomingAnswer
-from rl_async.rollout_server.fence import LINEAGE_HEADER, REPLACED, LineageFence
+from rl_async.rollout_server.api import (
+    DROPPED,
+    LINEAGE_HEADER,
+    MOST_ALTERNATIVES,
+    REPLACED,
+    TIES,
+    EngineLoad,
+    GenerateRequest,
+    IncomingAnswer,
+    LineageFence,
+)
 from rl_async.rollout_server.json_schemas import beyond_bounds, problem, without_unknown_formats
 from rl_async.rollout_server.pool import CANDIDATES, OpenMembers, PoolMember, Router, connect
 from rl_async.rollout_server.sglang.client import SglangEngine

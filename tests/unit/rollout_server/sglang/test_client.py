@@ -20,8 +20,7 @@ from rl_async.accelerators import ACCELERATORS
 from rl_async.errors import EngineLost, EngineRejected
 from rl_async.messages import Sampling, Version, VersionRun
 from rl_async.process.http_auth import RequireToken
-from rl_async.rollout_server.api import GenerateRequest, Image
-from rl_async.rollout_server.fence import LineageFence
+from rl_async.rollout_server.api import GenerateRequest, Image, LineageFence
 from rl_async.rollout_server.sglang import __main__ as start
 from rl_async.rollout_server.sglang.client import SglangEngine
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
