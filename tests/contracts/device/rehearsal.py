@@ -47,7 +47,6 @@ from rl_async.weight_sync.reshard import Gathering, PointToPoint
 from rl_async.weight_sync.sender import Needs, Outlet, RankShards
 from rl_async.weight_sync.transports.interface import TRANSPORTS, Transport
 from tests.conftest import VOCAB, make_rows
-from tests.contracts.device import turns
 from tests.support import python_device
 from tests.support.batches import shared_rows
 from tests.support.python_device import DEVICE, NAME, SCALARS, held, moved, reserved, sent
@@ -88,7 +87,7 @@ class HandedOver:
         return self._queue.popleft().data
 
 
-def install() -> None:
+def install_transport() -> None:
     """Have it in the place of NCCL."""
     TRANSPORTS["nccl"] = Transport(
         lambda setup: HandedOver(setup.group_name, len(setup.workers)), lambda info: HandedOver(info.group_name)
@@ -583,7 +582,7 @@ def main(folder: str) -> None:
     """Run all parts, in the order in which each needs those before it."""
     torch.set_num_threads(1)
     python_device.install()
-    turns.install()
+    install_transport()
     dist.init_process_group(f"cpu:gloo,{NAME}:fake", store=dist.HashStore(), rank=0, world_size=1)
     config = TrainerConfig(learning_rate=1e-2, minibatches=1)
     there, here = (Fsdp2Backend(folder, "float32", device, config) for device in (DEVICE, "cpu"))
