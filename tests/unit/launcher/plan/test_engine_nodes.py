@@ -7,7 +7,7 @@ import pytest
 from rl_async.configs.engines import SGLANG, VLLM
 from rl_async.errors import ConfigError
 from rl_async.launcher.plan.planning import plan
-from rl_async.launcher.ray_placement import groups
+from rl_async.launcher.ray_keeper import groups
 from tests.support.configs import float32_config
 
 RUN = Path("runs/x")
