@@ -173,6 +173,8 @@ class AgentWorker:
         self._slots = asyncio.Semaphore(config.agent.concurrency)
         # Samples that are leased and neither put nor failed.
         self._held: list[SampleKey] = []
+        # Samples that are played only to be compared with.
+        self._opposing = 0
         self._playing: dict[SampleKey, asyncio.Task[list[Trajectory] | str]] = {}
         # Tasks that are cancelled because another worker has the lease now.
         self._taken_back: set[asyncio.Task[list[Trajectory] | str]] = set()
@@ -208,13 +210,12 @@ class AgentWorker:
         at most LEASE_WAIT_S later. Ends when the run is over.
         """
         while True:
-            while len(self._held) >= self._agent.concurrency:
+            while (room := self._agent.concurrency - len(self._held) - self._opposing) <= 0:
                 self._less_work.clear()
                 await self._less_work.wait()
             if pause_s := self._pauses.after(self.put, self.failed):
                 await asyncio.sleep(pause_s)
-            groups = max(1, (self._agent.concurrency - len(self._held)) // self._group_size)
-            leased = await self._queue.lease(groups, LEASE_WAIT_S)
+            leased = await self._queue.lease(max(1, room // self._group_size), LEASE_WAIT_S)
             if leased.finished:
                 return
             for group in leased.groups:
@@ -224,6 +225,7 @@ class AgentWorker:
                 siblings = Siblings(len(group.samples) + len(others), spawn) if compared else None
                 for other in others:
                     assert siblings is not None
+                    self._opposing += 1
                     self._spawn(tasks, self._oppose(group, other, siblings), f"opponent {group.group_id}.{other}")
                 for sample in group.samples:
                     self._held.append((group.group_id, sample, group.attempt))
@@ -269,6 +271,8 @@ class AgentWorker:
                 rows = await self._rows(group, sample, {})
         finally:
             siblings.arrive(rows if isinstance(rows, list) else None)
+            self._opposing -= 1
+            self._less_work.set()
 
     async def _hand_in(
         self, group: LeasedGroup, sample: int, rows: list[Trajectory] | str | None, images: Mapping[str, bytes]

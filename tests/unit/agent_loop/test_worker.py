@@ -104,7 +104,7 @@ class Engine:
 
     def __init__(self, renderer: ChatRenderer, seconds: float = 0.0) -> None:
         self.spoken = [*renderer.encode("5"), renderer.end_of_turn]
-        self.seconds, self.running, self.most = seconds, 0, 0
+        self.seconds, self.running, self.most, self.served = seconds, 0, 0, 0
         self.busy = asyncio.Event()
 
     async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult:
@@ -115,6 +115,7 @@ class Engine:
         self.busy.set()
         await asyncio.sleep(self.seconds)
         self.running -= 1
+        self.served += 1
         runs = [VersionRun(Version(), 0, len(self.spoken))]
         return GenerateResult(
             token_ids=self.spoken, logprobs=[-1.0] * len(self.spoken), versions=runs, finish_reason="stop"
@@ -195,6 +196,22 @@ async def test_a_sample_that_is_leased_alone_is_compared_with_new_answers_that_a
         await worker.run()
     assert rewards.compared == [[0, 1]] and not queue.failures
     assert [(row.sample, row.reward) for row in queue.rows] == [(1, 1.0)] and worker.put == 1
+
+
+async def test_opponents_count_among_the_conversations_that_a_worker_takes_on(renderer: ChatRenderer) -> None:
+    class Queue(FakeQueue):
+        async def lease(self, max_groups: int, wait_s: float) -> Leased:
+            played.append(engine.served)
+            return await super().lease(max_groups, wait_s)
+
+    played, engine = list[int](), Engine(renderer, 0.01)
+    queue = Queue([replace(leased(), samples=[1], attempt=2), replace(leased(), samples=[1], attempt=2)])
+    config = replace(run_config({"group_size": 8}, loop="single_turn", concurrency=3), reward=JUDGED)
+    async with asyncio.timeout(20):
+        await AgentWorker(queue, EpisodeRunner(config, renderer, engine), Comparing(), config).run()
+    # The engine serves seven of eight conversations; the next lease waits until two are left.
+    assert played[0] == 0 and played[1] >= 5
+    assert queue.asked[:2] == [1, 1]
 
 
 async def test_an_opponent_that_is_lost_leaves_the_others_to_be_compared(renderer: ChatRenderer) -> None:
