@@ -5,7 +5,7 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,17 @@ from rl_async.rollout_server.embedded.core import EngineCore, Sequence
 from rl_async.trainer import attention
 from rl_async.trainer.actor_critic import build_models
 from rl_async.trainer.algorithms.algorithm import build
-from rl_async.trainer.attention import packed_attention
+from rl_async.trainer.attention import merged, merged_by_kernel, packed_attention
 from rl_async.trainer.backend import Outputs
 from rl_async.trainer.batch_layout import RowCost
 from rl_async.trainer.batches import Batch, plan_batch
 from rl_async.trainer.fsdp2 import Fsdp2Backend
-from rl_async.trainer.packing import collate, row_calls
+from rl_async.trainer.packing import collate, row_calls, tree_calls
 from rl_async.trainer.update import update
 from rl_async.weight_sync.buckets import unpack
 from rl_async.weight_sync.transports.process_groups import NcclSender
-from tests.conftest import make_rows
+from tests.conftest import VOCAB, make_rows
+from tests.support.batches import shared_rows
 from tests.support.weights import make_buckets, whole_weights
 
 pytestmark = pytest.mark.gpu
@@ -173,6 +174,25 @@ def test_one_call_for_a_packed_row_computes_what_one_for_each_sequence_does(
     assert len(calls) == 1
     for found, expected in zip(by_row, by_groups, strict=True):
         assert (found.float() - expected).norm() < 2e-2 * expected.norm()
+
+
+@pytest.mark.skipif(NO_GPU is not None, reason=str(NO_GPU))
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+def test_a_tree_of_prefixes_is_attended_to_as_on_a_cpu(heads: tuple[int, int]) -> None:
+    """Outputs and gradients, with bfloat16 numbers in both, which the CPU multiplies in float32."""
+    batch, draw = shared_rows(VOCAB), torch.Generator().manual_seed(0)
+    assert batch.tree is not None
+    shapes = [(len(batch.tree.places), count, 64) for count in (heads[0], heads[1], heads[1], heads[0])]
+    *given, seen = (torch.randn(shape, generator=draw).bfloat16() for shape in shapes)
+
+    def attended(attend: Callable[..., Tensor], device: str, dtype: torch.dtype) -> list[Tensor]:
+        parts = [x.to(device, dtype).requires_grad_() for x in given]
+        out = attend(*parts, tree_calls(batch.tree, torch.device(device)), 0.2)
+        return [x.cpu().float() for x in (out, *torch.autograd.grad(out, parts, seen.to(out)))]
+
+    expected = attended(merged, "cpu", torch.float32)
+    for found, right in zip(attended(merged_by_kernel, "cuda:0", torch.bfloat16), expected, strict=True):
+        assert (found - right).norm() < 2e-2 * right.norm()
 
 
 @pytest.mark.skipif(NO_GPU is not None, reason=str(NO_GPU))
