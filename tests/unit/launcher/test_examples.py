@@ -385,7 +385,7 @@ def test_a_cell_has_the_mean_and_the_range_of_its_seeds(seeds: Any) -> None:
     cells = importlib.import_module("algorithms").cells
     ended = [{"before": 0.25, "after": after} for after in (0.5, 0.75)]
     assert cells([*ended, {"before": 0.25, "diverged": "NaN"}]) == ["0.25", "0.62 (0.50 to 0.75)", "2, 1 diverged"]
-    assert cells([]) == ["", "", ""]
+    assert cells([]) == ["", "not run", "0"]
 
 
 def test_tasks_hold_out_whole_prompts_and_a_perfect_answer_is_rewarded(seeds: Any) -> None:
