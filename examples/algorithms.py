@@ -314,7 +314,7 @@ def cells(records: Sequence[dict[str, float]]) -> list[str]:
     diverged = len(records) - len(ended)
     runs = f"{len(ended)}" + (f", {diverged} diverged" if diverged else "")
     if not ended:
-        return ["", "", runs if diverged else ""]
+        return ["", "not run" if not records else "", runs]
     after = [record["after"] for record in ended]
     mean = sum(after) / len(after)
     return [f"{ended[0]['before']:.2f}", f"{mean:.2f} ({min(after):.2f} to {max(after):.2f})", runs]
