@@ -45,8 +45,8 @@ class EngineHttp:
         async with await self._open(method, path, body, params=params, headers=headers) as response:
             return await self._read(path, response)
 
-    async def stream(self, path: str, body: Any, headers: dict[str, str] | None = None) -> AsyncIterator[bytes]:
-        """POST ``body`` and yield the response as it arrives, on a connection that is kept for the next request.
+    async def events(self, path: str, body: Any, headers: dict[str, str] | None = None) -> AsyncIterator[bytes]:
+        """POST ``body`` and yield the JSON of each server-sent event, on a connection that the next request uses again.
 
         If the server has already closed the connection, the request is sent again on a new one, which is safe because
         sampling changes nothing. Raises as ``call`` does.
@@ -60,8 +60,13 @@ class EngineHttp:
         async with opened as response:
             try:
                 # The connection can only be used again if the response is read to its end.
+                rest = b""
                 async for data in response.content.iter_any():
-                    yield data
+                    *lines, rest = (rest + data).split(b"\n")
+                    for line in lines:
+                        # The other lines are empty, or mark the end.
+                        if line.startswith(b"data: {"):
+                            yield line.removeprefix(b"data: ")
             except FAILURES as error:
                 raise self._lost(path, error) from error
 

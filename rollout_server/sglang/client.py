@@ -473,7 +473,8 @@ class SglangEngine:
         incoming = IncomingAnswer(self.url, request, self._read_version)
         # Tokens received, and tokens yielded, all of which the weights of this name sampled.
         received, yielded, version = 0, 0, ""
-        async for event in self._events(_body(rid, request)):
+        async for data in self._http.events(GENERATE, _body(rid, request)):
+            event: SampleEvent = self._http.decode(data, SampleEvent)
             if event.error is not None:
                 raise self._http.error_for(GENERATE, event.error.code, event.error.message)
             if event.meta_info is None:
@@ -502,16 +503,6 @@ class SglangEngine:
                 yielded, version = received, meta.weight_version
                 yield incoming.part([WeightSpan(version, 0, received)], "abort")
         raise EngineLost(f"{self.url} ended its answer without a finish reason")
-
-    async def _events(self, body: SampleBody) -> AsyncGenerator[SampleEvent, None]:
-        rest = b""
-        async for data in self._http.stream(GENERATE, body):
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                # The other lines are empty, or mark the end.
-                if not line.startswith(b"data: {"):
-                    continue
-                yield self._http.decode(line.removeprefix(b"data: "), SampleEvent)
 
 
 def _body(rid: str, request: GenerateRequest) -> SampleBody:

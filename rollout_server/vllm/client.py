@@ -370,24 +370,18 @@ class VllmEngine:
         answers = [IncomingAnswer(self.url, request, self._read_version) for _ in group]
         headers = {MIN_VERSION_HEADER: str(request.min_version)}
         headers |= {tracing.HEADER: request.traceparent} if request.traceparent else {}
-        rest = b""
-        async for data in self._http.stream(GENERATE, _body(request, len(group)), headers):
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                # The other lines are empty, or mark the end.
-                if not line.startswith(b"data: {"):
-                    continue
-                for choice in self._choices(line.removeprefix(b"data: "), len(group)):
-                    pending, answer = group[choice.index], answers[choice.index]
-                    content = choice.logprobs.content if choice.logprobs else []
-                    asked = [item.alternatives() for item in content] if request.alternatives else []
-                    answer.add(choice.token_ids, [item.logprob for item in content], asked)
-                    ended = choice.finish_reason is not None
-                    if ended or choice.weight_versions is not None:
-                        experts = self._experts(choice.routed_experts)
-                        pending.add(answer.part(choice.weight_versions or [], choice.finish_reason or "abort", experts))
-                    if ended:
-                        pending.end()
+        async for data in self._http.events(GENERATE, _body(request, len(group)), headers):
+            for choice in self._choices(data, len(group)):
+                pending, answer = group[choice.index], answers[choice.index]
+                content = choice.logprobs.content if choice.logprobs else []
+                asked = [item.alternatives() for item in content] if request.alternatives else []
+                answer.add(choice.token_ids, [item.logprob for item in content], asked)
+                ended = choice.finish_reason is not None
+                if ended or choice.weight_versions is not None:
+                    experts = self._experts(choice.routed_experts)
+                    pending.add(answer.part(choice.weight_versions or [], choice.finish_reason or "abort", experts))
+                if ended:
+                    pending.end()
 
     def _choices(self, raw: bytes, count: int) -> list[_StreamChoice]:
         chunk: _Chunk = self._http.decode(raw, _Chunk)
