@@ -127,8 +127,8 @@ class SeenEngine:
 class EngineWatch:
     """Asks engines for their load, all at once, and remembers their last answers."""
 
-    def __init__(self, token: Callable[[], str], clock: Callable[[], float] = time.time) -> None:
-        self._token, self._clock = token, clock
+    def __init__(self, token: Callable[[], str]) -> None:
+        self._token = token
         self._seen: dict[str, SeenEngine] = {}
 
     @property
@@ -138,13 +138,13 @@ class EngineWatch:
 
     async def ask(self, engines: Sequence[EngineRecord]) -> None:
         """Ask these engines, and forget others. Takes ANSWER_S at most."""
-        asked = self._clock()
+        asked = time.time()
         clients = [connect(engine.kind, engine.url, ANSWER_S, token=self._token()) for engine in engines]
         loads = await ask_loads(clients, ANSWER_S)
         found = {}
         for engine, load in zip(engines, loads, strict=True):
             known = self._seen.get(engine.engine_id, SeenEngine(engine.engine_id))
-            found[engine.engine_id] = known.silent(asked) if load is None else known.heard(load, self._clock())
+            found[engine.engine_id] = known.silent(asked) if load is None else known.heard(load, time.time())
         self._seen = found
 
 

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -119,8 +119,8 @@ class RepeatedWarning:
 class LogWarnings:
     """Follows all logs of a run from their present ends, and those that appear later from their beginnings."""
 
-    def __init__(self, run: Path, clock: Callable[[], float] = time.time) -> None:
-        self._logs, self._clock = run / "logs", clock
+    def __init__(self, run: Path) -> None:
+        self._logs = run / "logs"
         self._tails = {path: LineTail(path, path.stat().st_size) for path in self._found()}
         self._kinds: dict[str, RepeatedWarning] = {}
 
@@ -142,8 +142,8 @@ class LogWarnings:
         kind = f"{level} {_NUMBER.sub('#', text)[:KIND]}"
         if kind not in self._kinds and len(self._kinds) >= MOST_KINDS:
             kind, text = OTHERS, f"{OTHERS}; the newest: {text}"
-        found = self._kinds.setdefault(kind, RepeatedWarning(level, text, self._clock()))
-        found.text, found.last = text, self._clock()
+        found = self._kinds.setdefault(kind, RepeatedWarning(level, text, time.time()))
+        found.text, found.last = text, time.time()
         found.counts[process] = found.counts.get(process, 0) + 1
         if times := _TIMES.search(text):
             found.counts[process] = max(found.counts[process], int(times[1]))

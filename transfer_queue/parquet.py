@@ -196,7 +196,9 @@ def import_ready(queue: SyncQueueClient, path: Path, timeout_s: float) -> Moved:
         leased = _lease(queue, group.task, place, timeout_s)
         _refuse_older(place, group, leased.min_version.step)
         for sample, members in samples.items():
-            answer = queue.put(*(_adopt(row, leased, sample) for row in members))
+            # The rows get the ids that they have in this queue.
+            ids = {"group_id": leased.group_id, "attempt": leased.attempt, "sample": sample}
+            answer = queue.put(*(msgspec.structs.replace(row, **ids) for row in members))
             if isinstance(answer, Refused):
                 raise UserError(f"{place}, sample {sample}: the queue refused it: {answer.reason}")
         groups, rows = groups + 1, rows + len(group.rows)
@@ -224,8 +226,3 @@ def _lease(queue: SyncQueueClient, task: Task, place: str, timeout_s: float) -> 
         if answer.finished or left <= 0:
             why = "the run is over" if answer.finished else f"no slot became free within {timeout_s:g} s"
             raise UserError(f"{place}: rejected ({why}); earlier groups were imported")
-
-
-def _adopt(row: Trajectory, leased: LeasedGroup, sample: int) -> Trajectory:
-    """The row with the ids that it has in this queue."""
-    return msgspec.structs.replace(row, group_id=leased.group_id, attempt=leased.attempt, sample=sample)

@@ -7,6 +7,7 @@ rendered, sampled and continued as those of training are, but nothing of it is s
 
 import asyncio
 import contextlib
+import functools
 import json
 import math
 import secrets
@@ -460,7 +461,7 @@ def chat(
                     say(console, HELP)
                 elif line:
                     try:
-                        run(held.during(conversation.say(line, _Printer(console, probabilities).tell)))
+                        run(held.during(conversation.say(line, functools.partial(_tell, console, probabilities))))
                     except KeyboardInterrupt:
                         console.print("\nstopped; this answer is left out of the conversation")
                     except RlAsyncError as error:
@@ -525,32 +526,24 @@ def shown(token: str) -> str:
     return json.dumps(printable(token), ensure_ascii=False)
 
 
-class _Printer:
-    """Prints an answer part by part."""
-
-    def __init__(self, console: Console, probabilities: bool) -> None:
-        self._console, self._probabilities = console, probabilities
-
-    def tell(self, said: Said) -> None:
-        """Print the next part of the answer."""
-        print_, console = self._console.print, self._console
-        if said.text:
-            print_(Text(printable(said.text)), end="", soft_wrap=True)
-        if said.call:
-            say(console, f"  {said.call}({said.arguments}) -> {said.result}")
-        if said.finish:
+def _tell(console: Console, probabilities: bool, said: Said) -> None:
+    """Print the next part of an answer."""
+    print_ = console.print
+    if said.text:
+        print_(Text(printable(said.text)), end="", soft_wrap=True)
+    if said.call:
+        say(console, f"  {said.call}({said.arguments}) -> {said.result}")
+    if said.finish:
+        print_()
+        if probabilities:
+            for text, logprob in said.tokens:
+                print_(Text(printable(text)), Text(f"[{math.exp(logprob):.2f}]", "dim"), sep="", end="", soft_wrap=True)
             print_()
-            if self._probabilities:
-                for text, logprob in said.tokens:
-                    print_(
-                        Text(printable(text)), Text(f"[{math.exp(logprob):.2f}]", "dim"), sep="", end="", soft_wrap=True
-                    )
-                print_()
-                for (text, logprob), place in zip(said.tokens, said.alternatives):
-                    if math.exp(logprob) < DOUBTFUL:
-                        others = "  ".join(f"{shown(other)} {math.exp(its):.2f}" for other, its in place)
-                        say(console, f"  {shown(text)} {math.exp(logprob):.2f}  of  {others}")
-            cut = "" if said.finish == "stop" else f"ended by {said.finish}"
-            note = ", ".join(filter(None, [cut, f"weights {said.version}" if said.version else ""]))
-            if note:
-                print_(Text(f"  ({note})", "dim"))
+            for (text, logprob), place in zip(said.tokens, said.alternatives):
+                if math.exp(logprob) < DOUBTFUL:
+                    others = "  ".join(f"{shown(other)} {math.exp(its):.2f}" for other, its in place)
+                    say(console, f"  {shown(text)} {math.exp(logprob):.2f}  of  {others}")
+        cut = "" if said.finish == "stop" else f"ended by {said.finish}"
+        note = ", ".join(filter(None, [cut, f"weights {said.version}" if said.version else ""]))
+        if note:
+            print_(Text(f"  ({note})", "dim"))
