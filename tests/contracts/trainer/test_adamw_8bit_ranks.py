@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from tests.conftest import VOCAB, save_tokenizer
 from tests.contracts.trainer.test_saver import go_on, same
+from tests.support.torchao import add_torchao
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 OPTIMIZER = {"optimizer": "adamw_8bit", "checkpoint_hf": False}
@@ -35,7 +36,7 @@ def make_model(folder: Path, experts: int) -> Path:
 
 @pytest.mark.parametrize("experts", [4, 3])
 def test_a_resumed_run_continues_bit_by_bit(tmp_path: Path, experts: int) -> None:
-    pytest.importorskip("torchao")
+    add_torchao()
     model = make_model(tmp_path / "model", experts)
     through, halves = tmp_path / "through", tmp_path / "halves"
     for root in (through, halves):
@@ -53,7 +54,7 @@ def test_a_resumed_run_continues_bit_by_bit(tmp_path: Path, experts: int) -> Non
 
 
 def test_other_ranks_continue_where_they_divide_whole_blocks_and_else_refuse(tmp_path: Path) -> None:
-    pytest.importorskip("torchao")
+    add_torchao()
     for experts in (4, 3):
         model, root = make_model(tmp_path / f"model-{experts}", experts), tmp_path / str(experts)
         root.mkdir()

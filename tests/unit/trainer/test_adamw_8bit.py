@@ -12,6 +12,7 @@ from rl_async.errors import UserError
 from rl_async.trainer.adamw_8bit import BLOCK, CODES, SCALES, torchao
 from rl_async.trainer.backend import ADAM_BETA1
 from rl_async.trainer.fsdp2 import build_optimizer
+from tests.support.torchao import add_torchao
 
 STEPS = 20
 RATE, DECAY, BETA2 = 0.01, 0.1, 0.95
@@ -24,7 +25,7 @@ ROUNDING = {"exp_avg": 0.9 / 64 / 2, "exp_avg_sq": 0.9 / 128 / 2}
 @pytest.fixture
 def found() -> None:
     """torchao, whose import names the parts that it does without."""
-    pytest.importorskip("torchao")
+    add_torchao()
 
 
 def gradients(shape: torch.Size) -> Iterator[Tensor]:

@@ -16,6 +16,7 @@ from rl_async.trainer.actor_critic import build_models
 from rl_async.trainer.checkpoints import FORMAT, CheckpointState, Saver, load_checkpoint
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from tests.contracts.trainer.workers.critic import train
+from tests.support.torchao import add_torchao
 
 
 def run(model: Path, root: Path, before: int, after: int, options: TrainerConfig) -> None:
@@ -23,6 +24,8 @@ def run(model: Path, root: Path, before: int, after: int, options: TrainerConfig
 
     Rank 0 leaves every tensor, put together, in loaded-N and saved-N.safetensors, N being the number of ranks.
     """
+    if options.optimizer == "adamw_8bit":
+        add_torchao()
     config = RunConfig(
         model=ModelConfig(path=str(model), dtype="float32"),
         data=DataConfig(path="none"),
