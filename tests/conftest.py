@@ -6,6 +6,7 @@ Torch and Transformers are imported where a model is made: most tests need neith
 import gc
 import os
 import signal
+import sys
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import hypothesis
 import numpy as np
 import pytest
+from _pytest.assertion import rewrite
 
 from rl_async.messages import Sampling, Trajectory, Version, VersionRun
 from tests.support.seed import SessionSeed
@@ -55,14 +57,32 @@ def pytest_xdist_setupnodes() -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Keep modules and test items, nearly a million objects that live until the end, out of garbage collections."""
+    rewrite_share(session.config)
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
         gc.enable()
+
+
+def rewrite_share(config: pytest.Config) -> None:
+    """Rewrite the assertions of every n-th test module, as one of n workers, into the cache that all of them read.
+
+    After a checkout each worker would otherwise rewrite all modules, in 8 s of processor time.
+    """
+    worker: dict[str, Any] | None = getattr(config, "workerinput", None)
+    if worker is None or sys.dont_write_bytecode:
+        return
+    places = [Path(argument.partition("::")[0]).absolute() for argument in config.args]
+    modules = sorted(module for place in places for module in place.rglob("test_*.py"))
+    for module in modules[int(worker["workerid"].removeprefix("gw")) :: worker["workercount"]]:
+        cached = rewrite.get_cache_dir(module) / f"{module.stem}{rewrite.PYC_TAIL}"
+        if rewrite._read_pyc(module, cached) is None and rewrite.try_makedirs(cached.parent):
+            source_hash, code = rewrite._rewrite_test(module, config)
+            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source_hash, cached)
 
 
 @pytest.hookimpl(tryfirst=True)
