@@ -62,6 +62,14 @@ SIZES = frozenset(
         "n_routed_experts",
         "num_local_experts",
         "num_experts_per_tok",
+        "n_shared_experts",
+        "first_k_dense_replace",
+        # Of multi-head latent attention.
+        "kv_lora_rank",
+        "q_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
         # Of vision towers.
         "depth",
         "patch_size",
@@ -246,17 +254,30 @@ def size_of(model: dict[str, Any]) -> ModelSize | None:
     head_dim = model.get("head_dim") or hidden // heads
     experts = experts_of(SimpleNamespace(**model))
     one = (experts and model.get("moe_intermediate_size")) or model.get("intermediate_size") or 4 * hidden
+    # DeepSeek's first layers are dense, and all tokens also pass through its shared experts.
+    sparse = layers - min(layers, model.get("first_k_dense_replace") or 0) if experts else 0
+    chosen, shared = model.get("num_experts_per_tok", 1) * one, (model.get("n_shared_experts") or 0) * one
     # A token passes through this many of an MLP's hidden units.
-    inner = one * model.get("num_experts_per_tok", 1) if experts else one
-    attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
+    inner = chosen + shared if experts else one
     embeddings = vocab * hidden * (1 if model.get("tie_word_embeddings") else 2)
-    queries, keys = heads * head_dim, kv_heads * head_dim
+    if latent := model.get("kv_lora_rank"):
+        # Multi-head latent attention (arXiv:2405.04434, section 2.1); engines cache the latent vector and rotary key.
+        rotary, value, rank = model["qk_rope_head_dim"], model["v_head_dim"], model.get("q_lora_rank")
+        queries = keys = heads * (model["qk_nope_head_dim"] + rotary)
+        attention = rank * (hidden + queries) if rank else hidden * queries
+        attention += hidden * (latent + rotary + heads * value)
+        attention += latent * heads * (model["qk_nope_head_dim"] + value)
+        cached = latent + rotary
+    else:
+        queries, keys = heads * head_dim, kv_heads * head_dim
+        attention, cached = 2 * hidden * (queries + keys), 2 * keys
     layer = 6 * hidden + 5 * queries + 4 * keys + 4 * inner
-    matrices = layers * (attention + 3 * hidden * one * max(experts, 1))
-    in_experts = layers * 3 * hidden * one * experts
+    in_experts = sparse * 3 * hidden * one * experts
+    dense = (model.get("intermediate_size") or one) if experts else one
+    matrices = layers * attention + in_experts + 3 * hidden * (sparse * shared + (layers - sparse) * dense)
     return ModelSize(
-        parameters=embeddings + layers * hidden * experts + matrices,
-        kv_per_token=2 * layers * keys,
+        parameters=embeddings + sparse * hidden * experts + matrices,
+        kv_per_token=layers * cached,
         activations=(layers + 1) * layer + 4 * hidden,
         checkpointed=layers * hidden + 2 * layer + 4 * hidden,
         selected=layers * (3 * hidden + 2 * queries + 2 * keys + 2 * inner) + 2 * layer + 4 * hidden,
@@ -266,7 +287,7 @@ def size_of(model: dict[str, Any]) -> ModelSize | None:
         layer=2 * hidden + max(queries + 2 * keys, 3 * inner),
         matrices=matrices,
         in_experts=in_experts,
-        idle=in_experts - layers * 3 * hidden * inner if experts else 0,
+        idle=in_experts - sparse * 3 * hidden * chosen,
     )
 
 

@@ -55,6 +55,7 @@ LONG = 700
 # vLLM that counts the versions of tokens by itself, and with its own versions hidden, so that the plugin counts them.
 KINDS = [
     "embedded",
+    pytest.param("embedded:static", marks=pytest.mark.slow),
     pytest.param("vllm", marks=pytest.mark.slow),
     pytest.param("vllm:counted", marks=pytest.mark.nightly),
 ]
@@ -68,11 +69,13 @@ def peer(
     """A running engine of each kind."""
     # tests/e2e/test_runs.py trains with a vLLM that compiles. Not forked: a test looks at its command line and its
     # environment.
-    kind, _, counted = request.param.partition(":")
+    kind, _, way = request.param.partition(":")
     with pytest.MonkeyPatch.context() as patch:
-        if counted:
+        if way == "counted":
             patch.setenv("PYTHONPATH", str(WITHOUT_VERSIONS))
-        with running(kind, model_folder, tmp_path_factory.mktemp("run"), eager=True, forked=False) as started:
+        flags = ("--decode=static",) if way == "static" else ()
+        folder = tmp_path_factory.mktemp("run")
+        with running(kind, model_folder, folder, eager=True, forked=False, flags=flags) as started:
             yield started
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, DeepseekV3Config
 
 from rl_async.configs.load import load_config
 from rl_async.errors import UserError
@@ -113,6 +113,18 @@ def test_experts_are_counted_under_mixtrals_name() -> None:
     assert size is not None
     assert size.experts == 8
     assert size.parameters == pytest.approx(46_700_000_000, rel=0.01)
+
+
+def test_latent_attention_dense_layers_and_shared_experts_of_deepseek_v3_are_counted() -> None:
+    size = size_of(DeepseekV3Config().to_dict())
+    assert size is not None
+    # The model's own count, without the norms.
+    assert size.parameters == pytest.approx(671_026_404_352, rel=1e-5)
+    # The latent vector and the rotary key of each layer, arXiv:2405.04434, section 2.1.
+    assert size.kv_per_token == 61 * (512 + 64)
+    assert size.in_experts == 58 * 256 * 3 * 7168 * 2048
+    # A token passes through 8 of 256 experts.
+    assert size.idle == size.in_experts * 248 // 256
 
 
 @pytest.mark.parametrize("name", ["num_experts", "n_routed_experts", "num_local_experts"])
