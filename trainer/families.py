@@ -66,6 +66,7 @@ FAMILIES: dict[str, Family] = {
     "ernie4_5_moe": PLAIN,
     "exaone4": PLAIN,
     "falcon_h1": Family(lambda config: LogitForm(scale=config.lm_head_multiplier), LAYERS | {"hybrid"}),
+    "flex_olmo": PLAIN,
     "gemma": PLAIN,
     "gemma2": Family(_capped),
     "gemma3_text": Family(_capped),

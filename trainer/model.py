@@ -663,7 +663,7 @@ def apply_liger(lm: Any, device: str) -> None:
 # --- Router replay
 
 # Kinds of models whose routers choose by softmax, and return logits, weights and experts.
-REPLAYED = ("mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next")
+REPLAYED = ("flex_olmo", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next")
 
 
 def why_not_replayed(config: Any, *, packs: bool, compiled: bool) -> str | None:

@@ -22,6 +22,7 @@ PUBLISHED: Mapping[str, Mapping[str, str]] = {
     "deepseek_v3": {},
     "dots1": {},
     "ernie4_5_moe": {".mlp.gate.moe_statics.": ".mlp.moe_statics."},
+    "flex_olmo": {},
     "glm4_moe": {},
     "glm4_moe_lite": {},
     "hunyuan_v1_moe": {},

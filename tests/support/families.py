@@ -64,6 +64,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_start_index": 1},
     "exaone4": {"sliding_window": 5, "layer_types": TWO_WINDOWS},
     "falcon_h1": MAMBA | {"mamba_d_ssm": 128, "lm_head_multiplier": 0.5},
+    "flex_olmo": EXPERTS,
     "gemma2": {
         "sliding_window": 5,
         "attn_logit_softcapping": 2.0,
@@ -159,6 +160,7 @@ ALIKE = {
     *("granitemoehybrid", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "kimi_linear", "lfm2", "lfm2_moe"),
     *("minimax_m2", "ministral", "mistral", "mixtral", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "phi3", "qwen2"),
     *("qwen2_moe", "qwen3_5_moe_text", "qwen3_next", "seed_oss", "starcoder2", "cwm", "glm4_moe_lite", "olmo"),
+    "flex_olmo",
 }
 DISTINCT = FAMILIES.keys() - ALIKE
 
