@@ -13,6 +13,7 @@ from rl_async.rollout_server.vllm.private_names import (
     COUNTED_VERSIONS,
     DIVIDED_EXPERTS_ON_CPU,
     EXPERTS_ON_CPU,
+    FURTHER_NODES,
     SCALE_OUT,
     TOKEN_VERSIONS,
     TOUCHED,
@@ -27,6 +28,7 @@ VERSIONS = sorted(path.name for path in SOURCES.glob("*") if (path / "vllm").is_
 ALL: Names = {**TOUCHED, **TOUCHED_ON_CPU}
 # The versions that have the names of a feature: from the first to before the second.
 SINCE = [
+    (FURTHER_NODES, ">=0.26"),
     (TOKEN_VERSIONS, ">=0.32"),
     (EXPERTS_ON_CPU, ">=0.28"),
     (DIVIDED_EXPERTS_ON_CPU, ">=0.30"),

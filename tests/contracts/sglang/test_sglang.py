@@ -287,6 +287,7 @@ def test_every_flag_and_variable_that_we_use_or_refuse_exists(folder: Path) -> N
         *SGLANG.flags,
         *SGLANG.fixed_flags,
         *SGLANG.refused_flags,
+        *("--nnodes", *SGLANG.node_flags),
         *(word for word in SGLANG.adapter_flags if word.startswith("--")),
     }
     # The page of SGLang says that these may be added.
