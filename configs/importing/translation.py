@@ -15,9 +15,8 @@ from typing import Any
 
 import msgspec
 
-from rl_async.configs.explain import field_at
 from rl_async.configs.importing.shell import is_unknown, read_script
-from rl_async.configs.load import dump_values, parse, read_text, refusals
+from rl_async.configs.load import dump_values, field_at, parse, read_text, refusals
 from rl_async.configs.schema.algorithm import read_options
 from rl_async.configs.schema.rollout import MOST_KEPT
 from rl_async.errors import ConfigError

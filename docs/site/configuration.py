@@ -5,7 +5,7 @@ from pathlib import Path
 
 from markup import code, table
 
-from rl_async.configs import explain
+from rl_async.configs import load
 from rl_async.configs.load import preset_names
 
 INTRODUCTION = """# Configuration
@@ -21,8 +21,8 @@ def write(pages: Path) -> list[str]:
     """Write the pages below ``pages``; return their paths, the overview first."""
     folder = pages / "reference/configuration"
     folder.mkdir()
-    top = explain.field_names("")
-    sections = [key for key in top if explain.struct_at(key) is not None]
+    top = load.field_names("")
+    sections = [key for key in top if load.struct_at(key) is not None]
     rows = [(f"[`{key}`]({key}.md)", _summary(key)) for key in sections]
     lone = _keys([key for key in top if key not in sections])
     presets = ", ".join(code(name) for name in preset_names())
@@ -37,8 +37,8 @@ def write(pages: Path) -> list[str]:
 
 def _section(prefix: str) -> str:
     """Return the keys of a section, and below them the sections in it."""
-    keys = [f"{prefix}.{name}" for name in explain.field_names(prefix)]
-    inner = [key for key in keys if explain.struct_at(key) is not None]
+    keys = [f"{prefix}.{name}" for name in load.field_names(prefix)]
+    inner = [key for key in keys if load.struct_at(key) is not None]
     text = _keys([key for key in keys if key not in inner])
     for key in inner:
         text += f"\n## {key}\n\n{_summary(key)}\n\n{_section(key)}"
@@ -47,9 +47,9 @@ def _section(prefix: str) -> str:
 
 def _summary(key: str) -> str:
     """Return what a section is for: the description of its key, else the docstring of its struct."""
-    struct = explain.struct_at(key)
+    struct = load.struct_at(key)
     assert struct is not None, key
-    text = explain.key_text(key)
+    text = load.key_text(key)
     absent = " Absent unless given." if text.default == "null" else ""
     return (text.meaning or inspect.getdoc(struct.cls) or "") + absent
 
@@ -58,8 +58,8 @@ def _keys(keys: list[str]) -> str:
     """Return one heading a key, so that a key can be linked to and searched for."""
     parts = []
     for key in keys:
-        text = explain.key_text(key)
-        more = f"\n```text\n{explain.MORE[key]()}\n```\n" if key in explain.MORE else ""
+        text = load.key_text(key)
+        more = f"\n```text\n{load.MORE[key]()}\n```\n" if key in load.MORE else ""
         label = key.rpartition(".")[2]
         parts.append(
             f'### `{key}` {{ data-toc-label="{label}" }}\n\n'

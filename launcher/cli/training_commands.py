@@ -457,7 +457,7 @@ def _show_config(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    from rl_async.configs.explain import explain
+    from rl_async.configs.load import explain
 
     print(explain(arguments.key))
     return 0

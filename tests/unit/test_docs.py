@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from rl_async.configs.explain import all_keys
-from rl_async.configs.load import load_config, preset_names
+from rl_async.configs.load import all_keys, load_config, preset_names
 from rl_async.launcher.cli.__main__ import main
 from rl_async.launcher.machine_check import TRIED
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rl_async.configs.explain import all_keys, struct_at
+from rl_async.configs.load import all_keys, struct_at
 from rl_async.launcher.cli.__main__ import COMMANDS
 from tests.e2e.browser import SIZES
 

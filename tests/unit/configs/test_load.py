@@ -8,8 +8,19 @@ import pytest
 import yaml
 
 from rl_async.configs.derived import resolve_transport
-from rl_async.configs.explain import all_keys, describe, explain, field_names, key_text, struct_at
-from rl_async.configs.load import dump, leaves, load_config, load_resolved, preset_names
+from rl_async.configs.load import (
+    all_keys,
+    describe,
+    dump,
+    explain,
+    field_names,
+    key_text,
+    leaves,
+    load_config,
+    load_resolved,
+    preset_names,
+    struct_at,
+)
 from rl_async.configs.schema.algorithm import PRESETS, Correction
 from rl_async.configs.suggestions import ABSENT, DROPPED, MOVED
 from rl_async.errors import ConfigError

@@ -13,11 +13,10 @@ import pytest
 import yaml
 
 from rl_async.configs import suggestions
-from rl_async.configs.explain import choices, field_at
 from rl_async.configs.importing import SOURCES, prime_rl, slime, trl, verl
 from rl_async.configs.importing.shell import is_unknown, read_script
 from rl_async.configs.importing.translation import Translation, nested
-from rl_async.configs.load import load_config, parse
+from rl_async.configs.load import choices, field_at, load_config, parse
 from rl_async.configs.schema.algorithm import ADVANTAGES, LOSSES
 from rl_async.configs.schema.data import CurriculumConfig, OverrideConfig, RopeConfig
 from rl_async.configs.schema.run import RunConfig
