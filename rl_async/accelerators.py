@@ -4,7 +4,7 @@ everywhere.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,6 +90,32 @@ def backends_of(torch_device: str) -> str:
 def shares_memory(torch_device: str) -> bool:
     """Return whether processes on one machine can map one another's memory on devices of a torch type."""
     return any(one.handles for one in ACCELERATORS if one.torch_device == torch_device)
+
+
+def graphs_of(torch_device: str) -> Callable[[], Callable[[Callable[[], None]], Callable[[], None]]] | None:
+    """Return a maker of a function that captures calls in graphs of these devices, which share their working memory.
+
+    What it returns for a call replays its operations on the same tensors. None where devices have no graphs. Graphs of
+    one maker must never run at the same time.
+    """
+    if torch_device != "cuda":
+        return None
+    import torch
+
+    def make() -> Callable[[Callable[[], None]], Callable[[], None]]:
+        pool = torch.cuda.graph_pool_handle()
+
+        def capture(call: Callable[[], None]) -> Callable[[], None]:
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may be receiving weights; only this one must not do anything that a graph cannot hold.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                call()
+            replay: Callable[[], None] = graph.replay
+            return replay
+
+        return capture
+
+    return make
 
 
 def collectives_version(device_module: Any) -> str:

@@ -286,8 +286,8 @@ def _argv(
     if not traits.package:
         numbered = ("--index", str(index), *host, "--port", f"{{{name}}}")
         # Beside another kind of engine the arguments are that one's.
-        given = [word for word in config.rollout.engine_args if word in traits.words]
-        return own_module(traits.module, "--run", str(run_dir), *numbered, *of_memory, *given)
+        words = [word for word in config.rollout.engine_args if word in traits.words]
+        return own_module(traits.module, "--run", str(run_dir), *numbered, *of_memory, *words)
     argv = own_module(traits.module, *host)
     special = {
         "rollout.port": f"{{{name}}}",

@@ -623,9 +623,9 @@ class EngineCore:
             return []
         slots = {sequence: slot for slot, sequence in enumerate(self.running)}
         # The others ended in the step before, or were aborted.
-        rows = [(s, *result) for s, result in zip(unread[0], unread[1](), strict=True) if s in slots]
-        tokens, logprobs = [int(token) for _, token, _ in rows], [logprob for *_, logprob in rows]
-        return self._append([(slots[s], s) for s, *_ in rows], tokens, logprobs)
+        found = [(s, result) for s, result in zip(unread[0], unread[1](), strict=True) if s in slots]
+        tokens, logprobs = [int(token) for _, (token, _) in found], [logprob for _, (_, logprob) in found]
+        return self._append([(slots[s], s) for s, _ in found], tokens, logprobs)
 
     def _longest(self) -> int:
         """Return the length of the longest running sequence, with a token that was sampled but not read."""
@@ -789,8 +789,10 @@ class EngineCore:
             self.running[gap] = self.running[mover]
             self._last[gap] = self._last[mover]
         del self.running[count:]
-        static = self._steps is not None and self._steps.holds(self._last)
-        self._last = self._steps.compact(count, gaps, movers) if static else self._last[:count]
+        if self._steps is not None and self._steps.holds(self._last):
+            self._last = self._steps.compact(count, gaps, movers)
+        else:
+            self._last = self._last[:count]
         self._sampler, self._outdated = None, self._outdated and count > 0
 
 

@@ -592,7 +592,7 @@ def serve(run: Path, index: int, host: str, port: int, cache_bytes: int | None, 
         min_iteration_s=config.debug.min_iteration_s if config.debug else 0.0,
         record_routes=config.trainer.router_replay != "never",
         pictures=PictureProcessor.load(config.model.path),
-        capture=capture_for(decode, model.device),
+        capture=capture_for(decode, next(model.parameters()).device),
     )
     engine = EngineThread(core, on_crash=_crash)
     server = EngineServer(engine, config.model.path, adapter_way(config) == "load")

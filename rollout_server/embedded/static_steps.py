@@ -9,15 +9,18 @@ The host launches a step, then reads the results of the previous one. It learns 
 a stop token, and drops the surplus token that was sampled meanwhile.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from rl_async.accelerators import graphs_of
 from rl_async.rollout_server.embedded.sampler import Sampler
 from rl_async.torch_shared import to_device
 
+log = logging.getLogger("rl_async.engine")
 # Computes logits [rows, V] from the last tokens [rows], their positions [rows] and the number of keys to read.
 Compute = Callable[[Tensor, Tensor, int], Tensor]
 Step = Callable[[], None]
@@ -35,28 +38,23 @@ def uncaptured(step: Step) -> Step:
 
 
 def capture_for(decode: str | None, device: torch.device) -> Capture | None:
-    """Return how steps are captured with ``--decode``: eager, static, or by default static on CUDA and eager elsewhere.
+    """Return how steps are captured with ``--decode``: eager, static, or by default static where there are graphs.
 
-    Returns None for eager steps. Static steps on other devices than CUDA run their Python each time.
+    Returns None for eager steps. Static steps on devices without graphs run their Python each time.
     """
-    if decode == "eager" or (decode is None and device.type != "cuda"):
+    graphs = graphs_of(device.type)
+    if decode == "eager" or (decode is None and graphs is None):
         return None
-    return by_cuda_graphs() if device.type == "cuda" else uncaptured
+    return uncaptured if graphs is None else partial(_captured, graphs())
 
 
-def by_cuda_graphs() -> Capture:
-    """Return a Capture into CUDA graphs. They share their working memory, since they never run at the same time."""
-    pool = torch.cuda.graph_pool_handle()
-
-    def capture(step: Step) -> Step:
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may be receiving weights; only this one must not do anything that a graph cannot hold.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            step()
-        replay: Step = graph.replay
-        return replay
-
-    return capture
+def _captured(capture: Capture, step: Step) -> Step:
+    """Return the captured step, or the step itself, which has run once, if the device's graphs cannot hold it."""
+    try:
+        return capture(step)
+    except RuntimeError as error:
+        log.warning("a decode step is not captured and runs its Python each time (--decode eager avoids it): %s", error)
+        return step
 
 
 class StaticSteps:
@@ -72,9 +70,9 @@ class StaticSteps:
         self._drawn = torch.zeros((max_rows, 1), dtype=torch.float64, device=device)
         # Tokens and log-probabilities side by side: float64 holds both exactly, and one copy takes them to the host.
         self._results = torch.zeros((max_rows, 2), dtype=torch.float64, device=device)
-        on_cuda = device.type == "cuda"
-        self._ring = [torch.zeros((max_rows, 2), dtype=torch.float64, pin_memory=on_cuda) for _ in range(2)]
-        self._copied = [torch.cuda.Event() if on_cuda else None for _ in range(2)]
+        on_host = device.type == "cpu"
+        self._ring = [torch.zeros((max_rows, 2), dtype=torch.float64, pin_memory=not on_host) for _ in range(2)]
+        self._copied = [None if on_host else torch.Event(device) for _ in range(2)]
         self._turn = 0
         self._view: Tensor | None = None
         # The first sampler of each kind, whose tensors steps read, and the one that was adopted last.
