@@ -46,6 +46,7 @@ START_S = {"embedded": 150.0, "vllm": 400.0}
 MAX_LENGTH = 2560
 ATTEMPTS = 50  # at catching requests in their middle, on busy cores
 EAGER = ("--enforce-eager",)
+FORKING = {"PYTHONPATH": str(Path(__file__).parents[2] / "support" / "vllm_forked")}
 ONE_RANK: Mapping[str, int] = {}
 
 
@@ -82,12 +83,12 @@ def running(
     flags: Sequence[str] = (),
     forked: bool = True,
 ) -> Iterator[Peer]:
-    """An engine of this kind, started as the launcher does; with ``eager`` vLLM compiles nothing, and starts sooner.
+    """An engine of this kind, started as the launcher does.
 
     ``ranks`` are keys of ``rollout``, such as tensor_parallel. With ``lora`` it loads adapters by itself. ``flags``
-    are further ones of vLLM. An embedded
-    engine is ``forked``, which saves the import of torch, but has the command line and the environment of the process
-    that it was forked from.
+    are further ones of vLLM. With ``eager`` vLLM compiles nothing, and starts sooner. ``forked`` saves imports:
+    vLLM forks its workers from its server, and an embedded engine, whose command line and environment are then those of
+    the process that it was forked from, imports no torch.
     """
     rollout = RolloutConfig(
         engine=kind,
@@ -119,11 +120,12 @@ def running(
         process = Forked(module, *arguments, environment=spec.environment(ports), log=log, session=True)
     else:
         # As under a launcher, the engine ends however this process does.
+        forking = FORKING if forked and eager else {}
         lifeline = closing.enter_context(Lifeline())
         with log.open("wb") as output:
             process = subprocess.Popen(
                 spec.command(ports),
-                env=os.environ | spec.environment(ports) | {LIFELINE_FD: str(lifeline.read_end)},
+                env=forking | os.environ | spec.environment(ports) | {LIFELINE_FD: str(lifeline.read_end)},
                 pass_fds=(lifeline.read_end,),
                 stdout=output,
                 stderr=output,

@@ -54,7 +54,9 @@ def survivor(kinds: tuple[str, str], model_folder: Path, tmp_path_factory: pytes
 @pytest.fixture
 def victim(kinds: tuple[str, str], model_folder: Path, tmp_path: Path) -> Iterator[Peer]:
     """The engine that a test kills or freezes."""
-    with running(kinds[0], model_folder, tmp_path, batch=BATCH, eager=True) as peer:
+    # A forked process may hold what ends with its parent, so vLLM, which a test kills, starts as in a run.
+    forked = kinds[0] == "embedded"
+    with running(kinds[0], model_folder, tmp_path, batch=BATCH, eager=True, forked=forked) as peer:
         yield peer
 
 
