@@ -245,7 +245,7 @@ class Fleet:
         failures: list[EngineFailed] = []
         waited = 0.0
         await self._refresh()
-        ahead = self._without_slow(self._awake())
+        ahead = await self._without_slow(self._awake())
         while True:
             members, ahead = ahead or self._awake(), []
             if members and (done := await self._bring_up_in_time(members, failures)):
@@ -259,24 +259,30 @@ class Fleet:
             await self._refresh(after=self._revision, wait_s=min(left, POLL_S))
             waited += time.monotonic() - idle_since
 
-    def _without_slow(self, members: list[FleetMember]) -> list[FleetMember]:
+    async def _without_slow(self, members: list[FleetMember]) -> list[FleetMember]:
         """Return the members that a publication waits for. Slow ones catch up after it, while the others serve.
 
-        A member that is behind for weight_sync.sync_timeout_s is waited for again, and then serves or is cut off.
-        Engines on the trainer's devices hold memory that it needs back, so they are always waited for.
+        A member is slow by the requests of its latest update, or if it does not answer now. One that is behind for
+        weight_sync.sync_timeout_s is waited for again, and then serves or is cut off. Engines on the trainer's devices
+        hold memory that it needs back, so they are always waited for.
         """
-        now, late = time.monotonic(), []
-        for member in wave.slow_ones(members):
-            since = member.behind_since or now
-            if self._shares(member.record) or now - since > self._sync.sync_timeout_s:
-                continue
-            member.behind_since = since
-            late.append(member)
+        now = time.monotonic()
+        free = {
+            member.engine_id
+            for member in members
+            if not self._shares(member.record) and now - (member.behind_since or now) <= self._sync.sync_timeout_s
+        }
+        slow = [member for member in wave.slow_ones(members) if member.engine_id in free]
+        left = {member.engine_id for member in slow}
+        asked = [member for member in members if member.engine_id in free - left]
+        for member in slow + await wave.late_ones(asked, self._timeout_s):
+            member.behind_since = member.behind_since or now
+            left.add(member.engine_id)
             log.warning(
                 "version %s goes on without %s, which needs %.2g s for a request of an update, and catches up later",
                 *(self._version, member.engine_id, member.times.request_s),
             )
-        return [member for member in members if member not in late]
+        return [member for member in members if member.engine_id not in left]
 
     async def _bring_up_in_time(self, members: list[FleetMember], failures: list[EngineFailed]) -> list[FleetMember]:
         """Update the members in waves, each of them within weight_sync.sync_timeout_s.

@@ -276,6 +276,31 @@ async def probe(members: Sequence[FleetMember], timeout_s: float) -> tuple[list[
     return await each(members, ask)
 
 
+async def late_ones(members: Sequence[FleetMember], timeout_s: float) -> list[FleetMember]:
+    """Return the members that do not answer. Once half have answered, the others have SLOW times as long, and LATE_S.
+
+    One that answers with an error is not late.
+    """
+    began = time.monotonic()
+    asked = {
+        asyncio.ensure_future(call(member, "probe", member.control.version(), timeout_s)): member for member in members
+    }
+    pending = set(asked)
+    try:
+        while 2 * len(pending) > len(asked):
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        # In two halves, so that answers that came during a pause of this process are read before the second.
+        half_s = (LATE_S + (SLOW - 1) * (time.monotonic() - began)) / 2
+        for _ in range(2):
+            if pending:
+                _, pending = await asyncio.wait(pending, timeout=half_s)
+    finally:
+        for task in asked:
+            task.cancel()
+        await outcomes(*asked)
+    return [asked[task] for task in pending]
+
+
 async def ask_needs(
     members: Sequence[FleetMember], shapes: Mapping[str, list[int]], timeout_s: float
 ) -> tuple[list[FleetMember], list[EngineFailed]]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import math
 import queue
 import threading
 import time
@@ -334,7 +335,7 @@ class Paced(Engine):
 
 
 @pytest.mark.usefixtures("simulated_time")
-async def test_one_slow_engine_of_eight_is_waited_for_once_and_then_catches_up_beside_the_others() -> None:
+async def test_one_slow_engine_of_eight_is_not_waited_for_and_catches_up_beside_the_others() -> None:
     async def seconds(fleet: Fleet, version: Version) -> float:
         began = time.monotonic()
         report = await fleet.publish(version, buckets(float(version.step)))
@@ -342,16 +343,17 @@ async def test_one_slow_engine_of_eight_is_waited_for_once_and_then_catches_up_b
         return time.monotonic() - began
 
     engines = {f"engine-{n}": Paced(0.1) for n in range(8)}
-    usual = await seconds(make_fleet(Directory(**engines)), V0)
+    usual = await seconds(make_fleet(Directory(**engines), shares=lambda record: False), V0)
 
     engines = {f"engine-{n}": Paced(0.1) for n in range(8)}
     directory, slow = Directory(**engines), engines["engine-5"]
     fleet = make_fleet(directory, shares=lambda record: False)
     slow.wait_s = 1.0
     catching_up = asyncio.create_task(fleet.keep_caught_up())
-    assert await seconds(fleet, V0) > 5 * usual, "nobody knew that it is slow"
+    # Nobody knew that it is slow: the others have answered after 0.1 s.
+    assert await seconds(fleet, V0) == pytest.approx(usual + wave.LATE_S + (wave.SLOW - 1) * 0.1, abs=0.01)
     assert await seconds(fleet, V1) < 1.1 * usual
-    assert slow.serves == V0 and not directory.removed
+    assert slow.serves is None and not directory.removed
     await eventually(lambda: ("engine-5", V1) in directory.confirmed)
 
     joined = [engine.calls.count("init") for engine in engines.values()]
@@ -427,9 +429,28 @@ async def test_a_slow_engine_that_never_catches_up_is_waited_for_again() -> None
     for step in range(20):
         report = await fleet.publish(Version(0, step), buckets(float(step)))
         served.append(sorted(report.engines))
-    # The first knows nothing, and those of which the latest is more than 8 s after it are without the slow engine.
-    assert served[:3] == [["a", "slow"], ["a"], ["a"]]
+    # The slow engine takes part once it was behind for more than 8 s.
+    assert served[:3] == [["a"], ["a"], ["a"]]
     assert 1 <= served[3:].count(["a", "slow"]) < 5 and not directory.removed
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+@pytest.mark.usefixtures("simulated_time")
+async def test_an_engine_that_stands_still_holds_up_no_other_and_comes_back_or_is_cut_off(recovers: bool) -> None:
+    engines = {name: Paced(0.1) for name in "abc"}
+    directory = Directory(**engines)
+    fleet = make_fleet(directory, shares=lambda record: False, timeout_s=20.0)
+    await fleet.publish(V0, buckets(1.0))
+    catching_up = asyncio.create_task(fleet.keep_caught_up())
+    engines["b"].wait_s = math.inf
+    began = time.monotonic()
+    assert (await fleet.publish(V1, buckets(2.0))).engines == ["a", "c"]
+    assert time.monotonic() - began < 2.0
+    if recovers:
+        engines["b"].wait_s = 0.1
+    await eventually(lambda: ("b", V1) in directory.confirmed or directory.removed)
+    assert list(directory.removed) == ([] if recovers else ["b"])
+    catching_up.cancel()
 
 
 @pytest.mark.usefixtures("simulated_time")
