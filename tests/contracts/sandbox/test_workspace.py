@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from msgspec.structs import replace
 
@@ -243,3 +244,22 @@ def test_a_refusal_is_not_tried_again(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"sandbox\.kind"):
         make_sandbox(SETTINGS)
     assert len((folder / "tries").read_text().split()) == 1
+
+
+@pytest.mark.slow
+async def test_a_pause_of_the_sandbox_counts_little_of_a_programs_time(settings: SandboxConfig) -> None:
+    if settings.kind != "bubblewrap":
+        pytest.skip("only processes of this user can be stopped from here")
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    opened = await make_sandbox(replace(settings, timeout_s=4.0)).open()
+    running = asyncio.ensure_future(opened.run("bash", "sleep 0.3; echo done"))
+    await asyncio.sleep(0.3)
+    inside = [each for each in psutil.Process().children(recursive=True) if each.pid not in before]
+    for process in inside:
+        process.suspend()
+    await asyncio.sleep(4.5)
+    for process in reversed(inside):
+        process.resume()
+    result = await running
+    assert (result.stdout, result.limit) == (b"done\n", "")
+    await opened.close()
