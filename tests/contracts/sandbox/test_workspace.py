@@ -4,6 +4,7 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -250,11 +251,15 @@ def test_a_refusal_is_not_tried_again(folder: Path) -> None:
 async def test_a_pause_of_the_sandbox_counts_little_of_a_programs_time(settings: SandboxConfig) -> None:
     if settings.kind != "bubblewrap":
         pytest.skip("only processes of this user can be stopped from here")
-    before = {process.pid for process in psutil.Process().children(recursive=True)}
     opened = await make_sandbox(replace(settings, timeout_s=4.0)).open()
-    running = asyncio.ensure_future(opened.run("bash", "sleep 0.3; echo done"))
-    await asyncio.sleep(0.3)
-    inside = [each for each in psutil.Process().children(recursive=True) if each.pid not in before]
+    running = asyncio.ensure_future(opened.run("bash", "sleep 1.2345; echo done"))
+    begun, inside = False, list[psutil.Process]()
+    while not begun:
+        await asyncio.sleep(0.01)
+        inside = psutil.Process().children(recursive=True)
+        # Processes that set the sandbox up end meanwhile.
+        with suppress(psutil.NoSuchProcess):
+            begun = any("1.2345" in process.cmdline() for process in inside)
     for process in inside:
         process.suspend()
     await asyncio.sleep(4.5)
