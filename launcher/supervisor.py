@@ -498,6 +498,8 @@ class Supervisor:
                 del self._cut_off[engine_id]
             code = await failed.kill()
             await to_the_end(*(node.kill() for node in nodes))
+            for other in spec.followers:
+                self.children.set_state(other.name, "ended", restarts)
             if registered:
                 await self.queue.remove_engine(engine_id, f"its process ended: {describe_exit(code)}")
             restarts = await self.children.before_restart(spec, failed, code, restarts)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from rl_async.launcher.plan.planning import Plan
+from rl_async.launcher.plan.planning import Plan, PortWish
 from rl_async.launcher.supervisor import RoleFailed, Supervisor
-from tests.contracts.launcher.test_supervisor import eventually, registered, supervise
+from tests.contracts.launcher.test_supervisor import eventually, registered, state, supervise
 
 
 def of_two_nodes(plan: Plan) -> Plan:
@@ -23,7 +23,7 @@ def of_two_nodes(plan: Plan) -> Plan:
 
 async def until_registered(supervisor: Supervisor, *engines: str) -> None:
     async with asyncio.timeout(60):
-        while await registered(supervisor) != [*engines]:  # noqa: ASYNC110 - the registry sets no event
+        while sorted(await registered(supervisor)) != [*engines]:  # noqa: ASYNC110 - the registry sets no event
             await asyncio.sleep(0.02)
 
 
@@ -46,3 +46,19 @@ async def test_a_node_that_cannot_start_is_named_and_the_first_does_not_wait_for
     rig.do("follower", "exit 7")
     with pytest.raises(RoleFailed, match="engine-0-node-1"):
         await supervise(rig, of_two_nodes(make_plan(rig.folder, max_restarts=0)))
+
+
+@pytest.mark.slow
+async def test_a_run_goes_on_without_an_engine_and_its_further_node(rig: Any, make_plan: Any) -> None:
+    plan = of_two_nodes(make_plan(rig.folder, max_restarts=0))
+    other = replace(plan.engines[0], name="engine-1", argv=(*plan.engines[0].argv[:-1], "{engine-1}"), followers=())
+    plan = replace(plan, engines=(*plan.engines, other), ports=(*plan.ports, PortWish("engine-1")))
+
+    async def meddle(supervisor: Supervisor) -> None:
+        await until_registered(supervisor, "engine-0", "engine-1")
+        os.kill(supervisor.children["engine-0"].pid, signal.SIGKILL)
+        await eventually(lambda: state(supervisor, "engine-0")[0] == "failed")
+        assert state(supervisor, "engine-0-node-1")[0] == "ended"
+        rig.go()
+
+    await supervise(rig, plan, meddle)
