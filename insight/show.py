@@ -16,8 +16,8 @@ from rich.text import Text
 from rl_async.configs.load import load_resolved
 from rl_async.errors import UserError
 from rl_async.files import undamaged
-from rl_async.insight.view.trajectories import tokenizer_of
-from rl_async.messages import Explanation, Media, Trajectory
+from rl_async.insight.view.trajectories import RecordedRow, tokenizer_of
+from rl_async.messages import Trajectory
 from rl_async.picture_decoder import DECODER, Want
 from rl_async.process.role import printable
 from rl_async.recording import files_of_step, read_images
@@ -31,33 +31,6 @@ LEGEND = (
     "[dim]not sampled[/]  trained  [red]{masked}(rule)[/]  [magenta]{weight 0}(band)[/]  "
     f"[yellow]{{weight below {LESS:g}}}(smallest)[/]"
 )
-
-
-class RecordedTurn(msgspec.Struct):
-    """The part of a recorded turn that is shown."""
-
-    role: str = ""
-    reward: float | None = None
-    reason: str = ""
-
-
-class RecordedRow(msgspec.Struct):
-    """The part of a recorded trajectory that is shown; other fields of the line are skipped."""
-
-    group_id: int
-    sample: int
-    reward: float
-    token_ids: list[int]
-    loss_mask: list[bool]
-    segment: int = 0
-    role: str = ""
-    reward_parts: dict[str, float] = {}
-    reward_reasons: dict[str, str] = {}
-    scored: bool = True
-    error: str = ""
-    correction: Explanation | None = None
-    turns: list[RecordedTurn] = []
-    media: list[Media] = []
 
 
 class Mark(NamedTuple):
@@ -204,25 +177,20 @@ def render(row: RecordedRow, decode: Callable[[Sequence[int]], str]) -> Text:
 
 def marks(row: RecordedRow) -> list[Mark]:
     found = [CONTEXT] * len(row.token_ids)
-    places = _sampled(row)
-    for place in places:
+    for place in row.explained:
         found[place] = TRAINED
     for place, weight in _weights(row).items():
         if weight < LESS:
             found[place] = LESSENED
     for run in row.correction.rules if row.correction else ():
-        for place in places[run.start : run.end]:
+        for place in row.explained[run.start : run.end]:
             found[place] = Mark("magenta" if run.rule == "band" else "red", run.rule)
     return found
 
 
 def _weights(row: RecordedRow) -> dict[int, float]:
     """Return the weights of the sampled tokens, by their positions in the row."""
-    return dict(zip(_sampled(row), row.correction.weights, strict=True)) if row.correction else {}
-
-
-def _sampled(row: RecordedRow) -> list[int]:
-    return [place for place, sampled in enumerate(row.loss_mask) if sampled and place > 0]
+    return dict(zip(row.explained, row.correction.weights, strict=True)) if row.correction else {}
 
 
 def _corrected(row: RecordedRow) -> int:
@@ -245,7 +213,7 @@ def _table(title: str, rows: Sequence[RecordedRow], key: Callable[[RecordedRow],
             f"{len({(row.group_id, row.sample) for row in part})}",
             f"{len(part)}",
             f"{mean(earned):.3g}" if earned else "not scored",
-            f"{sum(len(_sampled(row)) for row in part)}",
+            f"{sum(len(row.explained) for row in part)}",
             f"{sum(weights) / len(weights):.3f}" if weights else "",
             _counts(part),
         )

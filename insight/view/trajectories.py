@@ -62,7 +62,7 @@ MOST_LINE = 1 << 27
 
 
 class RecordedRow(msgspec.Struct, dict=True):
-    """The part of a line that the page shows; other fields are skipped. Older files lack some fields with defaults."""
+    """The part of a line that is shown; other fields are skipped. Older files lack some fields with defaults."""
 
     task_id: str
     group_id: int

@@ -16,9 +16,10 @@ from tokenizers import Tokenizer, models
 from rl_async.configs.load import dump, load_config
 from rl_async.errors import EXIT_USER, UserError
 from rl_async.insight.recorded_evaluations import compare, read_evaluation, show_evaluations, write_lines
-from rl_async.insight.show import ERRORS, RecordedRow, RecordedTurn, read_step, render, reward_parts, show, turn_rewards
+from rl_async.insight.show import ERRORS, read_step, render, reward_parts, show, turn_rewards
+from rl_async.insight.view.trajectories import RecordedRow
 from rl_async.launcher.cli.__main__ import main
-from rl_async.messages import Explanation, Media, RuleRun, Trajectory, Turn
+from rl_async.messages import Explanation, Media, RuleRun, Sampling, Trajectory, Turn
 from rl_async.process.role import say
 from rl_async.recording import images_file, write_trajectories
 from tests.conftest import make_rows
@@ -39,6 +40,7 @@ def row(
     """Three tokens of context, seven sampled."""
     rules = [RuleRun("band", 3, 4), RuleRun("seq_mean_k1", 4, 6)] if 0.0 in weights else []
     return RecordedRow(
+        task_id="a",
         group_id=4,
         sample=sample,
         segment=segment,
@@ -46,6 +48,9 @@ def row(
         role=role,
         token_ids=list(range(10)),
         loss_mask=[False] * 3 + [True] * 7,
+        logprobs=[0.0] * 10,
+        versions=[],
+        sampling=Sampling(temperature=1.0),
         correction=Explanation(weights=list(weights), rules=rules),
     )
 
@@ -64,7 +69,7 @@ def test_tokens_are_marked_with_the_rule_or_the_weight() -> None:
 
 
 def test_turn_rewards_are_shown_with_their_reasons() -> None:
-    turns = [RecordedTurn(role="user"), RecordedTurn(role="assistant", reward=-0.5, reason="wrong\x1b[2J guess")]
+    turns = [Turn(role="user", text=""), Turn(role="assistant", text="", reward=-0.5, reason="wrong\x1b[2J guess")]
     shown = turn_rewards(msgspec.structs.replace(row(), turns=turns))
     assert shown == ["turn 1: reward -0.5 (wrong\\x1b[2J guess)"]
 
