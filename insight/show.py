@@ -227,7 +227,7 @@ def _episode_rewards(rows: Sequence[RecordedRow]) -> list[float]:
     earned: dict[tuple[int, int], dict[str, float]] = {}
     for row in (row for row in rows if (row.group_id, row.sample) not in unscored):
         roles = earned.setdefault((row.group_id, row.sample), {})
-        roles[row.role] = roles.get(row.role, row.reward) + sum(turn.reward or 0.0 for turn in row.turns)
+        roles[row.role] = roles.get(row.role, row.reward) + row.turn_reward
     return [mean(roles.values()) for roles in earned.values()]
 
 

@@ -33,10 +33,15 @@ class TrainedRow(msgspec.Struct, frozen=True):
     step: int
     group: int
     sample: int
-    segment: int
+    segment: int = 0
     tokens_hash: str = ""
     # Replaces ``tokens_hash`` in files of older versions.
     tokens_sha256: str | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def digest(self) -> str:
+        """The hash of the row's tokens, of the kind that the ledger of its time has."""
+        return self.tokens_hash or self.tokens_sha256 or ""
 
 
 def write_trajectories(

@@ -27,6 +27,7 @@ import msgspec
 
 from rl_async.errors import DataError, JournalError, UserError
 from rl_async.files import UNDECODABLE, drop_torn_line, force_to_disk
+from rl_async.recording import TrainedRow
 from rl_async.transfer_queue import transitions as t
 
 log = logging.getLogger("rl_async.queue")
@@ -318,24 +319,6 @@ class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[tuple[int, int]] = []
 
 
-class TrainedLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of ``trained.jsonl``: a row that was trained."""
-
-    lineage: int
-    step: int
-    group: int
-    sample: int
-    segment: int = 0
-    tokens_hash: str = ""
-    # Replaces ``tokens_hash`` in files of older versions.
-    tokens_sha256: str = ""
-
-    @property
-    def digest(self) -> str:
-        """The hash of the row's tokens, of the kind that the ledger of its time has."""
-        return self.tokens_hash or self.tokens_sha256
-
-
 class RefusedLine(msgspec.Struct, frozen=True, kw_only=True):
     """One line of ``refused.jsonl``: a row that came to a rank with other tokens than were put."""
 
@@ -348,7 +331,7 @@ class RefusedLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # By (group, sample, segment).
-Rows = dict[tuple[int, int, int], list[TrainedLine]]
+Rows = dict[tuple[int, int, int], list[TrainedRow]]
 
 
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -479,7 +462,7 @@ def audit(run_dir: Path) -> AuditReport:
     refused = {(line.group, line.sample, line.segment): line for line in refusals}
     rows: Rows = defaultdict(list)
     kept = cut = 0
-    for row in _lines(run_dir / "trained.jsonl", TrainedLine, optional=bool(refused)):
+    for row in _lines(run_dir / "trained.jsonl", TrainedRow, optional=bool(refused)):
         if row.step >= admissions.first_void_step(row.lineage):
             cut += 1
         else:
