@@ -36,6 +36,8 @@ TAGS = ("weights", "kv_cache")
 CUT_OFF = "cut off"
 # An engine is slow if its requests take more than SLOW times as long as others', and that costs LATE_S in an update.
 SLOW, LATE_S = 2.0, 0.5
+# One that does not answer at all may be on a busy machine, whose processes stand still for a second at times.
+SILENT_S = 2.0
 # The shortest time between two notes about buckets of one engine.
 BUCKET_NOTE_S = 1.0
 
@@ -277,7 +279,7 @@ async def probe(members: Sequence[FleetMember], timeout_s: float) -> tuple[list[
 
 
 async def late_ones(members: Sequence[FleetMember], timeout_s: float) -> list[FleetMember]:
-    """Return the members that do not answer. Once half have answered, the others have SLOW times as long, and LATE_S.
+    """Return the members that do not answer. Once half have answered, the others have SLOW times as long, and SILENT_S.
 
     One that answers with an error is not late.
     """
@@ -290,7 +292,7 @@ async def late_ones(members: Sequence[FleetMember], timeout_s: float) -> list[Fl
         while 2 * len(pending) > len(asked):
             _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         # In two halves, so that answers that came during a pause of this process are read before the second.
-        half_s = (LATE_S + (SLOW - 1) * (time.monotonic() - began)) / 2
+        half_s = (SILENT_S + (SLOW - 1) * (time.monotonic() - began)) / 2
         for _ in range(2):
             if pending:
                 _, pending = await asyncio.wait(pending, timeout=half_s)
