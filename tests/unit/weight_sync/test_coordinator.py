@@ -34,11 +34,13 @@ from rl_async.weight_sync.coordinator import (
     build_phase,
     shares_devices,
 )
-from rl_async.weight_sync.protocol import InitInfo, SyncReport, TransportName, UpdateInfo
+from rl_async.weight_sync.protocol import Hold, InitInfo, SyncReport, TransportName, UpdateInfo
+from rl_async.weight_sync.sender import RankShards
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
 from rl_async.weight_sync.wave import (
     CUT_OFF,
     BucketShipment,
+    EngineFailed,
     FleetMember,
     RequestTimes,
     WaveOutcome,
@@ -451,6 +453,51 @@ async def test_an_engine_that_stands_still_holds_up_no_other_and_comes_back_or_i
     await eventually(lambda: ("b", V1) in directory.confirmed or directory.removed)
     assert list(directory.removed) == ([] if recovers else ["b"])
     catching_up.cancel()
+
+
+@pytest.mark.usefixtures("simulated_time")
+async def test_the_pause_is_that_of_engines_that_generate_beside_the_trainer() -> None:
+    engines = {"own": Paced(0.1), "lent": Paced(0.1)}
+    fleet = make_fleet(Directory(**engines), shares=lambda record: record.engine_id == "lent")
+    engines["lent"].wait_s = 1.0
+    report = await fleet.publish(V0, buckets())
+    own, lent = (fleet._members[name].pause_seconds for name in engines)
+    assert report.pause_seconds == own < lent
+
+
+@pytest.mark.usefixtures("simulated_time")
+async def test_only_a_request_without_any_answer_is_owed() -> None:
+    member = FleetMember(EngineRecord(engine_id="a", url="a", kind="test"), Engine())
+
+    async def refuse() -> None:
+        raise EngineError("no")
+
+    await wave.call(member, "pause", asyncio.sleep(0.1), 1.0)
+    assert not member.unanswered
+    with pytest.raises(EngineFailed):
+        await wave.call(member, "start", refuse(), 1.0)
+    assert not member.unanswered
+    with pytest.raises(EngineFailed):
+        await wave.call(member, "finish", asyncio.sleep(3600), 1.0)
+    assert member.unanswered and member.phase == "finish"
+
+
+@pytest.mark.usefixtures("simulated_time")
+async def test_shards_are_begun_with_their_version_and_leave_the_devices_while_no_engine_is_there() -> None:
+    class Recorded(RankShards):
+        def __init__(self) -> None:
+            self.calls: list[tuple[Any, ...]] = []
+
+        def begin(self, version: Version, hold: Hold) -> None:
+            self.calls.append((version, hold))
+
+        def leave(self) -> None:
+            self.calls.append(())
+
+    shards = Recorded()
+    with pytest.raises(WeightSyncError):
+        await make_fleet(Directory(), engine_wait_s=0.1).publish(V1, shards)
+    assert shards.calls[:2] == [(V1, "no"), ()]
 
 
 @pytest.mark.usefixtures("simulated_time")
