@@ -127,6 +127,7 @@ class Table:
     device = "cpu"
     row_cost = RowCost()
     replays_routers = False
+    pictures = None
     data_parallel = DataParallel(0, 1, is_recorder=True)
 
     def __init__(self) -> None:

@@ -281,7 +281,7 @@ async def probe(members: Sequence[FleetMember], timeout_s: float) -> tuple[list[
 async def late_ones(members: Sequence[FleetMember], timeout_s: float) -> list[FleetMember]:
     """Return the members that do not answer. Once half have answered, the others have SLOW times as long, and SILENT_S.
 
-    One that answers with an error is not late.
+    One that answers with an error is not late, and none is if half of them need more than LATE_S.
     """
     began = time.monotonic()
     asked = {
@@ -290,7 +290,10 @@ async def late_ones(members: Sequence[FleetMember], timeout_s: float) -> list[Fl
     pending = set(asked)
     try:
         while 2 * len(pending) > len(asked):
-            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            left_s = began + LATE_S - time.monotonic()
+            done, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                return []
         # In two halves, so that answers that came during a pause of this process are read before the second.
         half_s = (SILENT_S + (SLOW - 1) * (time.monotonic() - began)) / 2
         for _ in range(2):

@@ -455,6 +455,15 @@ async def test_an_engine_that_stands_still_holds_up_no_other_and_comes_back_or_i
     catching_up.cancel()
 
 
+@pytest.mark.parametrize("waits", [[math.inf], [0.1, 60.0, 60.0], [0.7, 0.7, 60.0]])
+@pytest.mark.usefixtures("simulated_time")
+async def test_no_engine_is_late_where_half_of_them_are_slow(waits: list[float]) -> None:
+    members = [FleetMember(EngineRecord(engine_id=str(s), url="", kind="test"), Paced(s)) for s in waits]
+    began = time.monotonic()
+    assert await wave.late_ones(members, 20.0) == []
+    assert time.monotonic() - began == pytest.approx(wave.LATE_S)
+
+
 @pytest.mark.usefixtures("simulated_time")
 async def test_the_pause_is_that_of_engines_that_generate_beside_the_trainer() -> None:
     engines = {"own": Paced(0.1), "lent": Paced(0.1)}
