@@ -77,7 +77,9 @@ class QueueSource:
 
         Raises RlAsyncError, naming the missing groups, when the deadline passes.
         """
-        deadline = self._clock() + self._timeout_s
+        left_s, looked_at = self._timeout_s, self._clock()
+        # Of a pause of this process, in which it could not hear the queue, this much is counted.
+        most_s = max(2 * POLL_S, self._timeout_s / 8)
         remind_at = -math.inf
         while True:
             reply = self._queue.reserve(step, POLL_S)
@@ -87,8 +89,10 @@ class QueueSource:
             if stopping():
                 return None
             now = self._clock()
+            left_s -= min(now - looked_at, most_s)
+            looked_at = now
             if reply.unattended_s > 0:
-                deadline = now + self._timeout_s
+                left_s = self._timeout_s
                 if now > remind_at:
                     remind_at = now + REMIND_S
                     log.warning(
@@ -97,7 +101,7 @@ class QueueSource:
                         step,
                         reply.unattended_s,
                     )
-            if now > deadline:
+            if left_s < 0:
                 raise RlAsyncError(
                     f"no batch for step {step} within {self._timeout_s:.0f} s (trainer.batch_timeout_s): {reply.why}"
                 )

@@ -98,6 +98,12 @@ def test_the_deadline_counts_from_when_a_program_was_there_last() -> None:
         source(*[AWAY] * 3, *[MISSING] * 9, timeout_s=300.0, clock=clock).reserve(3, lambda: False)
 
 
+def test_a_pause_of_the_trainer_counts_an_eighth_of_the_deadline() -> None:
+    times = [float(second) for second in range(0, 200, 2)]
+    paused = iter(times[:50] + [time + 10_000.0 for time in times])
+    assert source(*[MISSING] * 130, BATCH, timeout_s=300.0, clock=paused.__next__).reserve(3, lambda: False) is BATCH
+
+
 def test_a_request_to_stop_ends_the_wait() -> None:
     assert source(AWAY, AWAY).reserve(3, lambda: True) is None
 
