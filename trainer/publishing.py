@@ -61,6 +61,10 @@ class WeightSource(Protocol):
         """
         ...
 
+    def rest(self, backend: Backend) -> None:
+        """Note that the backend sleeps: a copy that ``stays`` need not follow weights that moved to the host."""
+        ...
+
 
 class GatheredWeights:
     """Gathers whole tensors in buckets on rank 0, as deltas, adapters and SGLang need them.
@@ -84,6 +88,9 @@ class GatheredWeights:
     def keep(self, *, stays: bool) -> None:
         """Do nothing: the buckets are copies."""
 
+    def rest(self, backend: Backend) -> None:
+        """Do nothing: the buckets are copies."""
+
 
 class ShardedByRank:
     """Sends every rank's shards from where they are. Only rank 0 has ``shards``, which directs all ranks."""
@@ -97,6 +104,9 @@ class ShardedByRank:
 
     def keep(self, *, stays: bool) -> None:
         self._outlet.keep(stays=stays)
+
+    def rest(self, backend: Backend) -> None:
+        self._outlet.rest(backend.sharded_weights().held)
 
 
 class Publisher(Protocol):

@@ -233,6 +233,9 @@ def _publisher(run: Run, publisher: WeightCoordinator | IdleCoordinator, source:
     def offload(engines_sleep: bool) -> None:
         source.keep(stays=engines_sleep)
         run.models.sleep()
+        # Merging adapters again would take the host long.
+        if engines_sleep and run.config.trainer.lora is None:
+            source.rest(run.models.policy)
 
     phase = build_phase(
         run.config.mode,

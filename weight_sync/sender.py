@@ -176,12 +176,17 @@ def _is_run(shape: Sequence[int], boxes: tuple[Box, ...]) -> bool:
 class _Kept:
     """This rank's parts of one round, in a bucket: ``places`` are views of ``data`` by part, [elements].
 
-    ``checksum`` is empty until it is needed.
+    ``checksum`` is empty until it is needed. The bytes are read, given up and made again under ``lock``.
     """
 
     data: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     places: list[Tensor] = field(default_factory=list)
     checksum: str = ""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def drop(self) -> None:
+        """Give up the bytes, which can be copied again. Their checksum stays valid."""
+        self.data, self.places = torch.empty(0, dtype=torch.uint8), []
 
     def move_to_host(self) -> None:
         """Move the bytes. The checksum is taken first: engines compute the device's kind of checksum fastest."""
@@ -222,7 +227,8 @@ class Outlet:
     from any thread. ``timeout_s`` is how long rank 0 may be ahead of this rank. The copy is made on ``device``, round
     after round by a thread of its own, which waits for no engine. Methods raise WeightSyncError.
 
-    Where engines sleep on ``device``, the copy stays there from ``keep`` until they have loaded it: ``leave``.
+    Where engines sleep on ``device``, the copy stays there from ``keep`` until they have loaded it: ``leave``. It need
+    not move to the host then if the shards themselves are there: ``rest``.
     """
 
     def __init__(
@@ -247,6 +253,10 @@ class Outlet:
         self._hold: Hold = "no"
         # Whether the copy takes memory that engines will need, until ``leave``.
         self._stays = False
+        # The types of device that the offered shards were on, and the shards on the host from which ``leave`` lets late
+        # engines be served.
+        self._offered_on: set[str] = set()
+        self._rest: LocalShards | None = None
         # This rank's parts and their copies, by round.
         self._parts: list[list[Part]] = []
         self._kept: list[_Kept] = []
@@ -280,6 +290,7 @@ class Outlet:
                 for key in list(self._groups):
                     self.close(key)
             self._held, self._offers = weights.held, self._offers + 1
+            self._offered_on = {shard.device.type for shard in weights.held.values()}
             self._changed.notify_all()
 
     def keep(self, *, stays: bool) -> None:
@@ -291,23 +302,41 @@ class Outlet:
         # A copy inside a larger block of cached memory would keep torch from releasing the block.
         give_back(self._device)
         with self._leaving, self._changed:
+            # Before the shards move to the host again, so that these use the same memory.
+            self._rest = None
             self._copy(self._offers, leaves=not stays)
             self._stays = stays and self._device.type != "cpu"
         self._wait_for_copies()
 
-    def leave(self) -> None:
-        """Move the copy to the host if ``keep`` left it on the device; may be called twice.
+    def rest(self, held: LocalShards) -> None:
+        """Take note that the offered shards are on the host, if all of them have moved there from the device.
 
-        A group that is still being sent gets the rest from there.
+        Moving them back leaves these copies as they are, whereas shards that were on the host before, or stay on the
+        device, change with the next step.
+        """
+        if "cpu" not in self._offered_on and all(shard.device.type == "cpu" for shard in held.values()):
+            with self._changed:
+                self._rest = held
+
+    def leave(self) -> None:
+        """Give up the copy that ``keep`` left on the device, or move it to the host without ``rest``; may be called
+        twice.
+
+        A group that is still being sent gets the other rounds from the host.
         """
         with self._leaving:
             with self._changed:
                 if not self._stays:
                     return
-                copies = self._copies
+                copies, rest = self._copies, self._rest
             # This takes long, so ``_changed`` is not held.
             for copy in copies:
-                copy.result().move_to_host()
+                kept = copy.result()
+                with kept.lock:
+                    if rest is None:
+                        kept.move_to_host()
+                    else:
+                        kept.drop()
             give_back(self._device)
             with self._changed:
                 self._stays = False
@@ -418,14 +447,22 @@ class Outlet:
             return
         assert self._held is not None, "an offer comes with its shards"
         work = zip(self._kept, self._parts, strict=True)
-        self._copies = [self._copier.submit(self._filled, kept, parts, self._held, leaves) for kept, parts in work]
+        self._copies = [self._copier.submit(self._copied, kept, parts, self._held, leaves) for kept, parts in work]
         self._sent = offer
 
-    def _filled(self, kept: _Kept, parts: Sequence[Part], held: LocalShards, leaves: bool) -> _Kept:
-        """Copy this rank's parts of a round from its shards."""
+    def _copied(self, kept: _Kept, parts: Sequence[Part], held: LocalShards, leaves: bool) -> _Kept:
+        with kept.lock:
+            self._fill(kept, parts, held, self._device)
+            kept.checksum = ""
+        if leaves:
+            kept.move_to_host()
+        return kept
+
+    def _fill(self, kept: _Kept, parts: Sequence[Part], held: LocalShards, device: torch.device) -> None:
+        """Copy this rank's parts of a round from its shards to a device."""
         dtypes, numels = [self._dtype(part.name) for part in parts], [volume(part.box) for part in parts]
-        if not kept.places or kept.data.device != self._device:
-            kept.data, kept.places = room(dtypes, numels, self._device)
+        if not kept.places or kept.data.device != device:
+            kept.data, kept.places = room(dtypes, numels, device)
         with torch.no_grad():
             for part, place in zip(parts, kept.places, strict=True):
                 source = held[part.name, part.held.box][slices(part.box, part.held.box)]
@@ -433,27 +470,32 @@ class Outlet:
                     # Otherwise torch moves the shard in its own type, mostly twice the bytes, and the host converts it.
                     source = to_host(source.to(place.dtype))
                 place.view(lengths(part.box)).copy_(source)
-        kept.checksum = ""
-        if leaves:
-            kept.move_to_host()
-        return kept
 
     def _bucket(self, group: _Group, worker: int, number: int) -> Bucket:
         kept, cuts = self._copies[number].result(), group.cuts[worker]
+        with kept.lock:
+            if not kept.places and self._parts[number]:
+                assert self._rest is not None, "a copy that was given up can be made again"
+                self._fill(kept, self._parts[number], self._rest, torch.device("cpu"))
+            return self._filled(kept, group, worker, number, cuts)
+
+    def _filled(self, kept: _Kept, group: _Group, worker: int, number: int, cuts: list[list[Cut]]) -> Bucket:
         if group.everything[worker]:
             pieces = [self._piece(cut, place) for cut, place in zip(cuts[number], kept.places, strict=True)]
-            if not kept.checksum:
-                kept.checksum = checksum(kept.data)
+            kept.checksum = kept.checksum or self._checksum(kept.data)
             data, total = kept.data, kept.checksum
         else:
             data, pieces = self._sliced(kept, number, cuts[number])
-            # Engines on the device compute this kind of checksum fastest.
-            total = checksum(data) if self._device.type == "cpu" else checksum_like(SUMS, data)
+            total = self._checksum(data)
         later = self._nbytes(cuts[number + 1]) if number + 1 < len(cuts) else 0
         info = msgspec.structs.replace(manifest(pieces), checksum=total, next_bytes=later)
         if self._hold != "no":
             info = msgspec.structs.replace(info, hold=self._hold, version=self._version, index=number, count=len(cuts))
         return Bucket(data, info, self._device)
+
+    def _checksum(self, data: Tensor) -> str:
+        """Return a checksum of the kind that engines on this outlet's device compute fastest."""
+        return checksum(data) if self._device.type == "cpu" else checksum_like(SUMS, data)
 
     def _sliced(self, kept: _Kept, number: int, cuts: Sequence[Cut]) -> tuple[Tensor, list[Piece]]:
         """Copy a worker's share of a round into a bucket."""

@@ -181,10 +181,17 @@ def turn(there: Fsdp2Backend, *faults: dict[str, Exception]) -> dict[str, Any]:
     directory = Starting(empty, one=one, other=other)
     fleet = make_fleet(directory, "nccl", engine_wait_s=30, sync=sync)
 
+    # The bytes that came to the host while the trainer fell asleep, in each publication.
+    asleep: list[int] = []
+
     def offload(engines_sleep: bool) -> None:
+        moved.clear()
         outlet.keep(stays=engines_sleep)
         there.sleep()
+        if engines_sleep:
+            outlet.rest(there.sharded_weights().held)
         give_back(torch.device(there.device))
+        asleep.append(sum(moved))
         moved.clear()
 
     with asyncio.Runner() as runner:
@@ -198,8 +205,10 @@ def turn(there: Fsdp2Backend, *faults: dict[str, Exception]) -> dict[str, Any]:
         copy = sum(tensor.nbytes for tensor in weights.held.values())
         outlet.offer(weights)
         del weights
+        # A name for its tensors would keep them on the device. Its buffers sleep, too.
+        slept = sum(tensor.nbytes for tensor in itertools.chain(tensors_of(there), there.model.buffers()))
         report = phase.after_train(Version(0, 1), shards)
-        after = held() - empty
+        after, later = held() - empty, list(moved)
         late = Measuring(empty)
         directory.add("late", late)
         runner.run(catch_up(fleet, directory))
@@ -215,6 +224,8 @@ def turn(there: Fsdp2Backend, *faults: dict[str, Exception]) -> dict[str, Any]:
         "waking": [engine.waking for engine in (one, other) if engine.waking is not None],
         "replaced": directory.at_start,
         "after": after,
+        "beyond masters and moments": asleep[-1] - slept,
+        "while weights travel": (max(later, default=0), len(later)),
         "late as others": late.weights == served.weights,
     }
 
@@ -253,11 +264,15 @@ def step(backend: Fsdp2Backend, seed: int) -> tuple[float, float]:
     return backend.step([batch], functools.partial(likelihood, batch))
 
 
-def places(backend: Fsdp2Backend) -> list[str]:
-    """Where parameters and the optimizer's tensors are, but for the counts of its steps."""
+def tensors_of(backend: Fsdp2Backend) -> Iterator[Tensor]:
+    """The parameters and the optimizer's tensors, but for the counts of its steps."""
     assert backend.optimizer is not None
-    states = [t for state in backend.optimizer.state.values() for t in state.values() if t.dim()]
-    return sorted({t.device.type for t in (*backend.model.parameters(), *states)})
+    yield from backend.model.parameters()
+    yield from (t for state in backend.optimizer.state.values() for t in state.values() if t.dim())
+
+
+def places(backend: Fsdp2Backend) -> list[str]:
+    return sorted({tensor.device.type for tensor in tensors_of(backend)})
 
 
 def buckets_of(backend: Fsdp2Backend, device: str) -> list[Bucket]:

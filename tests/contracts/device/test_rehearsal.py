@@ -113,6 +113,16 @@ def test_weights_wait_on_a_shared_device_until_engines_have_loaded_them(told: To
     assert well["to the host"] <= SCALARS
 
 
+def test_a_reshard_on_a_shared_device_brings_masters_and_moments_to_the_host_and_nothing_else(told: Told) -> None:
+    """Late engines are then served from the masters."""
+    well = told["turns over shards"]["well"]
+    assert well["beyond masters and moments"] == 0
+    largest, count = well["while weights travel"]
+    # The checksums of each bucket: the sender's and those of two engines.
+    assert largest <= SCALARS and count <= 3 * len(well["loading"])
+    assert well["late as others"]
+
+
 @pytest.mark.parametrize(("scenario", "engines"), SURVIVORS.items())
 def test_whatever_happens_they_have_left_before_a_cache_wakes_or_an_engine_starts(
     told: Told, scenario: str, engines: list[str]
