@@ -23,6 +23,8 @@ MEMORY = 16 << 30
 SCALARS = 16  # bytes: more that comes to the host at a time is no scalar or checksum
 aten = torch.ops.aten
 moved: list[int] = []  # sizes in bytes of what came to the host
+# Those of them that the host waits for.
+waited: list[int] = []
 # The sizes in bytes of copies from the host.
 sent: list[int] = []
 _memory: dict[int, StorageWeakRef] = {}  # of all tensors that are or were on the device
@@ -76,6 +78,10 @@ class OnDevice(Tensor):
             target, source = args[0], args[1]
             if isinstance(target, OnDevice) and not isinstance(source, OnDevice):
                 sent.append(source.nbytes)
+            if not isinstance(target, OnDevice) and args[2:3] == (True,):
+                moved.append(source.nbytes)
+                target.copy_(_in(source))
+                return target
             _in(target).copy_(_in(source) if isinstance(target, OnDevice) else _out(source))
             return target
         given: list[Any] = []
@@ -177,6 +183,7 @@ def _out(value: Tensor) -> Tensor:
 
 def _counted(value: Tensor) -> Tensor:
     moved.append(value.nbytes)
+    waited.append(value.nbytes)
     return value
 
 

@@ -29,6 +29,7 @@ from rl_async.errors import EngineError, EngineLost
 from rl_async.messages import Sampling, Version
 from rl_async.rollout_server.embedded.core import EngineCore, Sequence
 from rl_async.rollout_server.embedded.engine_thread import EngineThread
+from rl_async.rollout_server.embedded.static_steps import uncaptured
 from rl_async.torch_shared import give_back
 from rl_async.trainer.actor_critic import Models
 from rl_async.trainer.algorithms.algorithm import build
@@ -49,7 +50,7 @@ from rl_async.weight_sync.transports.interface import TRANSPORTS, Transport
 from tests.conftest import VOCAB, make_rows
 from tests.support import python_device
 from tests.support.batches import shared_rows
-from tests.support.python_device import DEVICE, NAME, SCALARS, held, moved, reserved, sent
+from tests.support.python_device import DEVICE, NAME, SCALARS, held, moved, reserved, sent, waited
 from tests.support.weights import shards_of
 from tests.unit.weight_sync.fleet_engines import Directory, Engine, eventually, make_fleet
 
@@ -240,6 +241,7 @@ async def catch_up(fleet: Fleet, directory: Directory) -> None:
 REHEARSAL_BUCKET = 4096
 MINIS = 2
 HEAD_DIM = 8
+STEPS = 8
 # Corrections before and within the loss, each with all terms that read numbers per token.
 ALGORITHMS = [
     AlgorithmConfig(
@@ -558,10 +560,10 @@ def generating(folder: str, there: Fsdp2Backend) -> Told:
     """An engine on the device: it loads buckets from there, samples, sleeps without its weights, and loads again."""
     buckets = buckets_of(there, there.device)
     answers = []
-    for device in (DEVICE, "cpu"):
+    for device, capture in ((DEVICE, None), (DEVICE, uncaptured), ("cpu", None)):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
         model.tie_weights()  # of which moving to a device in Python makes two
-        engine = EngineThread(EngineCore(model, max_batch=4, max_length=64), on_crash=print)
+        engine = EngineThread(EngineCore(model, max_batch=4, max_length=64, capture=capture), on_crash=print)
         own = [dataclasses.replace(bucket, data=bucket.data.to(device)) for bucket in buckets]
         found = [sampled(engine, 0)]
         for level in (1, 2):
@@ -575,7 +577,27 @@ def generating(folder: str, there: Fsdp2Backend) -> Told:
             found.append(sampled(engine, 0))
         answers.append(found)
         engine.stop()
-    return {"same": answers[0] == answers[1], "changed": answers[0][0] != answers[0][1]}
+    return {"same": answers[0] == answers[1] == answers[2], "changed": answers[0][0] != answers[0][1]}
+
+
+def decoding(folder: str) -> Told:
+    """What steps of four running rows copy between host and device, and how often the host waits for the device."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE).eval()
+    model.tie_weights()
+    told: Told = {"bytes": STEPS * [4 * 2 * torch.float64.itemsize]}
+    for name, capture in (("eager", None), ("static", uncaptured)):
+        core = EngineCore(model, max_batch=4, max_length=64, capture=capture)
+        for number in range(4):
+            prompt = list(range(3 + number, 9))
+            core.add(Sequence(str(number), prompt, Sampling(), 2 * STEPS, frozenset(), None, lambda _: None))
+        for _ in range(4):
+            core.step()
+        for counted in (moved, waited, sent):
+            counted.clear()
+        for _ in range(STEPS):
+            core.step()
+        told[name] = {"moved": list(moved), "waited": len(waited), "sent": len(sent)}
+    return told
 
 
 def mixing() -> Told:
@@ -608,6 +630,7 @@ def main(folder: str) -> None:
         "prefixes": prefixes,
         "gathering": lambda: gathering(there),
         "generating": lambda: generating(folder, there),
+        "decoding": lambda: decoding(folder),
         "taking turns": lambda: taking_turns(there),
         "updates": lambda: updates(there),
         "sending": lambda: sending(there),

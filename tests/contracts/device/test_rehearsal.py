@@ -137,3 +137,10 @@ def test_whatever_happens_they_have_left_before_a_cache_wakes_or_an_engine_start
 
 def test_an_engine_loads_and_samples_on_the_device(told: Told) -> None:
     assert told["generating"] == {"same": True, "changed": True}
+
+
+def test_static_steps_need_nothing_of_the_host_and_tell_it_their_tokens_without_waiting(told: Told) -> None:
+    found = told["decoding"]
+    assert found["static"] == {"moved": found["bytes"], "waited": 0, "sent": 0}
+    eager = found["eager"]
+    assert eager["waited"] >= len(found["bytes"]) and eager["sent"] >= len(found["bytes"])

@@ -44,7 +44,7 @@ USER = ["agent.environment=simulated_user", "agent.user={system: hi}"]
             ["rollout.truncation", "algorithm.advantage=prime"],
         ),
         (["rollout.engine=[embedded, vllm]"], ["rollout.engine", "rollout.engines=1"]),
-        (["rollout.engine_args=[--block-size, '32']"], ["rollout.engine_args"]),
+        (["rollout.engine_args=[--block-size, '32']"], ["rollout.engine_args: --block-size", "--decode=eager"]),
         (
             ["rollout.engine=vllm", "rollout.engine_args=['--logprobs-mode=raw_logprobs']"],
             ["rollout.engine_args: --logprobs-mode=raw_logprobs"],

@@ -325,6 +325,14 @@ def test_a_reward_model_takes_the_gpu_behind_the_others(mode: str, gpus: int, de
     assert on_cpu.reward_model is not None and on_cpu.reward_model.device == "cpu"
 
 
+def test_the_embedded_engine_is_told_how_to_decode_and_vllms_flags_are_not_for_it() -> None:
+    config = float32_config("calculator", ["rollout.engine_args=['--decode=static']"])
+    assert plan(config, RUN).engines[0].argv[-1] == "--decode=static"
+    both = ["rollout.engine=[embedded, vllm]", "rollout.engines=2", "rollout.engine_args=[--block-size, '32']"]
+    embedded, vllm = plan(float32_config("calculator", both), RUN).engines
+    assert "--block-size" in vllm.argv and "--block-size" not in embedded.argv
+
+
 def test_vllm_is_started_by_its_own_python_with_our_shell_around_it() -> None:
     overrides = ["rollout.engine=[embedded, vllm]", "rollout.engines=2", "rollout.python=/venv/bin/python"]
     embedded, vllm = plan(
