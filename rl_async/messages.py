@@ -1,12 +1,12 @@
 """Every message that crosses a process boundary, in the order of the data's way.
 
-Tasks, versions, trajectories and their headers come first, then replies and requests on the queue's sockets. Each
-struct names its producer and its consumer. ``lineage`` is that of the trainer that sends a request: the queue refuses
-an older one than the newest that has resumed, since that trainer has been replaced. Other clients have none. A request
-names its replies in its base class: ``Request[Done]`` is answered Done, and Refused is then an error at the client,
-whereas ``Request[Done | Refused]`` gives the refusal to the caller. To add a request: its class here, with its replies,
-a row in ``transfer_queue/verbs.py`` and a line in ``transfer_queue/client.py``. When an older process would misread a
-message, raise SCHEMA.
+Tasks, versions, trajectories and their headers come first, then replies and requests on the queue's sockets, and last
+the encoding of those with arrays. Each struct names its producer and its consumer. ``lineage`` is that of the trainer
+that sends a request: the queue refuses an older one than the newest that has resumed, since that trainer has been
+replaced. Other clients have none. A request names its replies in its base class: ``Request[Done]`` is answered Done,
+and Refused is then an error at the client, whereas ``Request[Done | Refused]`` gives the refusal to the caller. To add
+a request: its class here, with its replies, a row in ``transfer_queue/verbs.py`` and a line in
+``transfer_queue/client.py``. When an older process would misread a message, raise SCHEMA.
 
 Frequent structs are ``gc=False``: Python does not look for reference cycles through them, and they must have none.
 Looking took a fifth of the queue's time and a third of its readers'.
@@ -14,7 +14,7 @@ Looking took a fifth of the queue's time and a third of its readers'.
 
 import hashlib
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from operator import or_
 from typing import Any, Generic, Literal, TypeVar, get_args
@@ -24,6 +24,10 @@ import numpy as np
 from xxhash import xxh3_128_hexdigest
 
 from rl_async.errors import ProtocolError
+from rl_async.files import UNDECODABLE
+
+T = TypeVar("T")
+Frame = bytes | memoryview
 
 SCHEMA = 13
 
@@ -1111,3 +1115,69 @@ def replies_of(kind: type[Request[Any]]) -> tuple[type, ...]:
     """The reply classes of a request, from its base class."""
     (wanted,) = get_args(kind.__orig_bases__[0])  # type: ignore[attr-defined]
     return get_args(wanted) or (wanted,)
+
+
+# Inside the msgpack of a struct an array is an extension: its type stands for the dtype, its data are the bytes. One
+# that does not have one dimension is ``[shape, extension]``. Decoded arrays are read-only views of the received frame.
+_DTYPES = tuple(np.dtype(name) for name in ("bool", "uint8", "uint16", "int32", "int64", "float32", "float64"))
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+
+
+def _enc_hook(value: Any) -> Any:
+    if not isinstance(value, np.ndarray):
+        raise NotImplementedError(f"cannot encode {type(value).__name__}")
+    code = _CODES.get(value.dtype)
+    if code is None:
+        raise ProtocolError(f"cannot encode an array of {value.dtype}; known: {', '.join(map(str, _DTYPES))}")
+    extension = msgspec.msgpack.Ext(code, np.ascontiguousarray(value).data)
+    return extension if value.ndim == 1 else (value.shape, extension)
+
+
+def _dec_hook(wanted: type, value: Any) -> Any:
+    if type(value) is np.ndarray and wanted is np.ndarray:
+        return value
+    if wanted is not np.ndarray:
+        raise NotImplementedError(f"cannot decode {wanted}")
+    try:
+        shape, flat = value
+        # An array of numbers instead of an extension.
+        if type(flat) is not np.ndarray:
+            raise ProtocolError("malformed array: its bytes are missing")
+        if min(shape, default=0) < 0:
+            raise ProtocolError(f"an array of {flat.size} {flat.dtype} is not of shape {list(shape)}")
+        return flat.reshape(shape)
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(f"malformed array: {error}") from error
+
+
+def _ext_hook(code: int, data: memoryview) -> np.ndarray:
+    if not 0 <= code < len(_DTYPES):
+        raise ProtocolError(f"an array of unknown type {code}")
+    try:
+        return np.frombuffer(data, _DTYPES[code])
+    except ValueError as error:
+        raise ProtocolError(f"malformed array: {error}") from error
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """Encode a struct whose arrays have a dtype listed in this module. Raises ProtocolError for another."""
+    return _encoder.encode(message)
+
+
+def decoder(kind: type[T]) -> Callable[[Frame], T]:
+    """A function that decodes a ``kind`` that :func:`encode` encoded. Make it once: that takes longer than its use.
+
+    It raises ProtocolError for bytes that are not a valid ``kind``.
+    """
+    decode = msgspec.msgpack.Decoder(kind, dec_hook=_dec_hook, ext_hook=_ext_hook).decode
+
+    def checked(frame: Frame) -> T:
+        try:
+            return decode(frame)
+        except (*UNDECODABLE, NotImplementedError) as error:
+            raise ProtocolError(f"malformed {kind.__name__}: {error}") from error
+
+    return checked

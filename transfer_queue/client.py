@@ -40,9 +40,7 @@ import zmq
 from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
 from zmq.utils.monitor import parse_monitor_message
 
-from rl_async import codec
 from rl_async import messages as m
-from rl_async.codec import Frame
 from rl_async.concurrency import Overdue, gather_or_cancel, in_daemon_thread, within
 from rl_async.errors import (
     AccessDenied,
@@ -54,6 +52,7 @@ from rl_async.errors import (
     TrainerReplaced,
     UserError,
 )
+from rl_async.messages import Frame
 from rl_async.process.allocation import no_collection
 from rl_async.process.private_folder import require_private
 from rl_async.transfer_queue import wire
@@ -326,7 +325,7 @@ def parcel(rows: Sequence[m.Trajectory], media: Mapping[str, bytes] | None) -> P
     encoded: list[Frame] = []
     media, missing = media or {}, set[str]()
     for row in rows:
-        frame, header = codec.encode(row), row.header()
+        frame, header = m.encode(row), row.header()
         header.payload_xxh3 = xxh3_64_intdigest(frame)
         if header.media:
             missing |= set(header.media) - media.keys()
@@ -476,7 +475,7 @@ def split(message: wire.ReplyMessage, asked: int) -> list[Frame]:
     return list(wire.split(message.payload, lengths))
 
 
-_decode_row = codec.decoder(m.Trajectory)
+_decode_row = m.decoder(m.Trajectory)
 
 
 def decode_rows(frames: Sequence[Frame]) -> list[m.Trajectory]:

@@ -35,10 +35,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 import msgspec
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
-from rl_async.codec import Frame
 from rl_async.errors import JournalError, UserError
 from rl_async.files import UNDECODABLE, force_to_disk, make_durable_folder
-from rl_async.messages import RowKey
+from rl_async.messages import Frame, RowKey
 from rl_async.process.allocation import give_back_freed_memory
 from rl_async.transfer_queue import transitions as t
 from rl_async.transfer_queue import wire

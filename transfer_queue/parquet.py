@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rl_async import codec
+from rl_async import messages
 from rl_async.errors import DataError, ProtocolError, UserError
 from rl_async.files import UNDECODABLE, written_whole
 from rl_async.messages import GroupRecord, Leased, LeasedGroup, Refused, Task, Trajectory, TrajectoryHeader
@@ -47,7 +47,7 @@ SCHEMA = pa.schema(
 _NEEDED = ("group_id", "state", "sample", "segment", "partition", "token_ids", "loss_mask", "logprobs", "task", "rest")
 # The states of groups with missing samples.
 INCOMPLETE = ("waiting", "leased")
-_decode = codec.decoder(Trajectory)
+_decode = messages.decoder(Trajectory)
 
 
 class Moved(NamedTuple):
@@ -130,7 +130,7 @@ def _line(state: str, task: Task, header: TrajectoryHeader, row: Trajectory) -> 
         "loss_mask": row.loss_mask,
         "logprobs": row.logprobs,
         "task": msgspec.json.encode(task).decode(),
-        "rest": codec.encode(rest),
+        "rest": messages.encode(rest),
     }
 
 

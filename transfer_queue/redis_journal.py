@@ -21,10 +21,9 @@ import msgspec
 import redis
 from xxhash import xxh3_64_intdigest
 
-from rl_async.codec import Frame
 from rl_async.errors import JournalError
 from rl_async.files import UNDECODABLE
-from rl_async.messages import RowKey
+from rl_async.messages import Frame, RowKey
 from rl_async.transfer_queue.journal import (
     CHECKED,
     JOURNAL_SCHEMA,

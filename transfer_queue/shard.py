@@ -27,10 +27,10 @@ from urllib.parse import urlsplit
 import zmq
 
 from rl_async import messages as m
-from rl_async.codec import Frame
 from rl_async.configs.derived import is_loopback
 from rl_async.configs.load import load_resolved
 from rl_async.errors import EXIT_FAILED, ProtocolError, QueueLost, UserError
+from rl_async.messages import Frame
 from rl_async.process.allocation import reuse_freed_memory
 from rl_async.process.http_server import exposed
 from rl_async.process.role import add_run, heeded, role_parser, run_role

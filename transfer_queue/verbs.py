@@ -15,9 +15,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import msgspec
 
 from rl_async import messages as m
-from rl_async.codec import Frame
 from rl_async.configs.derived import unbounded
 from rl_async.errors import ProtocolError
+from rl_async.messages import Frame
 from rl_async.transfer_queue import transitions as t
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.auth.roles import EVERYBODY, Role

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import msgspec
 import zmq
 
-from rl_async.codec import Frame
 from rl_async.errors import ProtocolError
 from rl_async.files import UNDECODABLE
-from rl_async.messages import Reply, ReplyType, Request, RequestType
+from rl_async.messages import Frame, Reply, ReplyType, Request, RequestType
 from rl_async.process.allocation import no_collection
 
 ID_BYTES = 8

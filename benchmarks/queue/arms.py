@@ -20,7 +20,7 @@ import numpy as np
 import uvloop
 import zmq
 
-from rl_async import codec
+from rl_async import messages
 from rl_async.messages import LeasedGroup, Sampling, Task, Trajectory, Version, VersionRun
 from rl_async.process.allocation import collect_rarely, reuse_freed_memory
 from rl_async.transfer_queue.admission import QueueSettings
@@ -81,7 +81,7 @@ def encoded(tokens: int) -> list[list[bytes]]:
         for i in range(DIFFERENT)
     ]
     sizes = lengths(tokens=tokens)
-    return [[codec.encode(row(g, s, int(n))) for s, n in enumerate(sizes[g.group_id])] for g in groups]
+    return [[messages.encode(row(g, s, int(n))) for s, n in enumerate(sizes[g.group_id])] for g in groups]
 
 
 def report(began: float, groups: int, nbytes: int) -> None:

@@ -13,7 +13,6 @@ import psutil
 import zmq
 
 from benchmarks.queue.arms import BATCH, lengths, row, settings
-from rl_async import codec
 from rl_async import messages as m
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.client import SyncQueueClient
@@ -27,10 +26,10 @@ TOKENS = 80  # of a row of about 1 KB
 MEASURED = 1024  # groups
 
 
-def put(groups: Sequence[m.LeasedGroup], tokens: int) -> tuple[m.Put, list[codec.Frame]]:
+def put(groups: Sequence[m.LeasedGroup], tokens: int) -> tuple[m.Put, list[m.Frame]]:
     """One request that hands over these groups whole."""
     rows = [row(group, sample, tokens) for group in groups for sample in group.samples]
-    encoded = list(map(codec.encode, rows))
+    encoded = list(map(m.encode, rows))
     request = m.Put(worker="w", samples=[[r.header()] for r in rows], lengths=list(map(len, encoded)))
     return request, wire.join(encoded)
 

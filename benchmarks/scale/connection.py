@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import NoReturn, cast
 
-from rl_async.codec import Frame
+from rl_async.messages import Frame
 from rl_async.transfer_queue import wire
 
 _MORE, _LONG, _COMMAND = 1, 2, 4  # flags of a frame

@@ -19,7 +19,6 @@ import uvloop
 from benchmarks.queue.arms import ready, row
 from benchmarks.scale.connection import Connection, end
 from benchmarks.scale.server import LEASE_S
-from rl_async import codec
 from rl_async import messages as m
 from rl_async.agent_loop.worker import LEASE_WAIT_S, RENEWALS_PER_LEASE
 from rl_async.rollout_server.pool import WATCH_S
@@ -89,7 +88,7 @@ class Worker:
         if not isinstance(reply, m.Welcome):
             end(f"the queue refused a worker: {reply}")
 
-    async def _ask(self, request: m.Request, payload: Sequence[codec.Frame] = ()) -> Sequence[bytes]:
+    async def _ask(self, request: m.Request, payload: Sequence[m.Frame] = ()) -> Sequence[bytes]:
         while True:
             request_id = IDS.take()
             parts = await self._connection.request(request_id, wire.encode(request_id, request, payload))
@@ -114,7 +113,7 @@ class Worker:
 
     async def _put(self, group: m.LeasedGroup) -> None:
         rows = [row(group, sample, TOKENS) for sample in group.samples]
-        encoded = list(map(codec.encode, rows))
+        encoded = list(map(m.encode, rows))
         request = m.Put(worker=self._name, samples=[[r.header()] for r in rows], lengths=list(map(len, encoded)))
         await self._ask(request, wire.join(encoded))
 

@@ -23,7 +23,6 @@ import numpy as np
 import psutil
 import zmq
 
-from rl_async import codec
 from rl_async import messages as m
 from rl_async.errors import ProtocolError
 from rl_async.transfer_queue import wire
@@ -102,7 +101,7 @@ def requests(rng: random.Random, row: m.Trajectory, key: str) -> list[m.Request]
     header.shards = rng.choice([[], ["s"], ["s", "s"], ["unknown"]])
     header.reward = rng.choice([0.5, 1.0, 1e39, float("nan")])
     media = [(group, medium.sha256) for medium in row.media]
-    length = rng.choice([len(codec.encode(row))] * 4 + [5, 0, -1, 1 << 62])
+    length = rng.choice([len(m.encode(row))] * 4 + [5, 0, -1, 1 << 62])
     wait_s = rng.choice([0.0, 0.01, -1.0, float("nan"), float("inf")])
     task = m.Task(task_id="own", data_source="", prompt=[], ground_truth="", agent=rng.choice(["", "evil.py:run"]))
     return [
@@ -156,13 +155,13 @@ def valid(rng: random.Random, key: str = "") -> Frames:
     request = rng.choice(requests(rng, row, key))
     payload: list[bytes] = []
     if isinstance(request, m.Put):
-        payload = [_bytes(codec.encode(row)), *[b"image"] * len(row.media)]
+        payload = [_bytes(m.encode(row)), *[b"image"] * len(row.media)]
     elif isinstance(request, m.StoreRows):
         payload = [b"bytes"]
     return [_bytes(frame) for frame in wire.encode(rng.randbytes(wire.ID_BYTES), request, payload)]
 
 
-def _bytes(frame: codec.Frame) -> bytes:
+def _bytes(frame: m.Frame) -> bytes:
     return frame if isinstance(frame, bytes) else bytes(frame)
 
 
@@ -347,7 +346,7 @@ class LiveQueue:
 
 GROWTH_BYTES = 64 << 20  # more than the tables of remembered peers and requests take
 IDENTITIES = (*(role.encode() for role in ROLES), b"stranger")
-_row = codec.decoder(m.Trajectory)
+_row = m.decoder(m.Trajectory)
 
 
 def mutated(rng: random.Random, key: str = "") -> Frames:

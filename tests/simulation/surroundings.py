@@ -13,8 +13,7 @@ import msgspec
 import zmq
 
 from rl_async import messages as m
-from rl_async.codec import Frame
-from rl_async.messages import RowKey
+from rl_async.messages import Frame, RowKey
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.client import refusal
 from rl_async.transfer_queue.journal import Recovered, freed_by

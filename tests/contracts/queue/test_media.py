@@ -9,7 +9,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rl_async import codec
 from rl_async import messages as m
 from rl_async.errors import ProtocolError
 from rl_async.transfer_queue import wire
@@ -73,7 +72,7 @@ def test_media_come_back_with_their_rows_and_are_counted_once_a_group(kept: Runn
     media = trainer.fetch_media(rows)
     assert set(media.values()) == {IMAGE, SOUND} and media[hashlib.sha256(SOUND).hexdigest()] == SOUND
     assert trainer.fetch_media(rows[3:]) == {}
-    without = sum(len(codec.encode(row)) for row in rows)
+    without = sum(len(m.encode(row)) for row in rows)
     assert trainer.status().payload_bytes == without + 2 * len(IMAGE) + len(SOUND)
 
 
@@ -103,7 +102,7 @@ def test_another_worker_need_not_know_what_the_group_has(kept: RunningQueue, tra
         (again,) = stranger.lease(1, WAIT_S).groups
         other, _ = illustrated(again, 1, IMAGE)
         assert stranger.put(other, media=media) == m.Done()
-    rows = sum(len(codec.encode(each)) for each in (row, other))
+    rows = sum(len(m.encode(each)) for each in (row, other))
     assert trainer.status().payload_bytes == rows + (2 if sharded else 1) * len(IMAGE)
 
 
@@ -129,7 +128,7 @@ def test_images_of_a_task_are_kept_once_with_it(kept: RunningQueue, trainer: Syn
     media = trainer.fetch_media(rows)
     assert [media[each.sha256] for each in rows[0].media] == [*drawn, IMAGE]
     if not sharded:
-        in_rows = sum(len(codec.encode(row)) for row in rows)
+        in_rows = sum(len(m.encode(row)) for row in rows)
         assert trainer.status().payload_bytes == in_rows + 2 * len(IMAGE)
     journal = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
     print(f"{len(groups)} groups, {journal / len(groups):,.0f} bytes of journal each")
@@ -147,7 +146,7 @@ def test_a_row_without_its_media_is_refused_until_they_come(address: str):
             (sha256,) = media
             with pytest.raises(ProtocolError, match=sha256):
                 client.put(row)
-            payload = [codec.encode(row)]
+            payload = [m.encode(row)]
             put = m.Put(worker=client.worker, samples=[[row.header()]], lengths=[len(payload[0])])
             assert client.exchange(put, payload).reply == m.Taken(refused=[m.Refused(code=wire.MEDIA, reason=sha256)])
             wrong = msgspec.structs.replace(put, media=[(0, sha256)])

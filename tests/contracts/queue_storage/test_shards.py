@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import zmq
 
-from rl_async import codec
 from rl_async import messages as m
 from rl_async.configs.load import dump
 from rl_async.configs.schema.data import DataConfig, ModelConfig
@@ -82,7 +81,7 @@ def test_rows_come_back_and_never_pass_the_queue(sharded):
 def test_a_shard_that_gives_other_tokens_than_were_put_is_named(sharded):
     def generate_behind(changed: m.Trajectory) -> None:
         """The shard keeps other tokens under the name of a sample that is put after them."""
-        row = codec.encode(changed)
+        row = m.encode(changed)
         with SyncQueueClient(shard.url, role="agent", name="w", timeout_s=WAIT_S) as other:
             other.exchange(m.StoreRows(samples=[(changed.group_id, 1, changed.attempt)], lengths=[[len(row)]]), [row])
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl_async import codec
+from rl_async import messages
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError, RlAsyncError, RowsChanged, RowsLost
@@ -126,7 +126,7 @@ class ChangedRowsQueue:
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         if isinstance(answer, RowsLost):
             raise answer
-        announced_rows(headers, list(map(codec.encode, answer)))
+        announced_rows(headers, list(map(messages.encode, answer)))
         return answer
 
     def commit(self, step: int) -> Done:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_async import codec
+from rl_async import messages
 from rl_async.configs.schema.algorithm import RULES
 from rl_async.errors import UserError
 from rl_async.messages import Media, Trajectory
@@ -93,7 +93,7 @@ def test_weights_are_told_with_four_digits(weight: float, told: float) -> None:
 
 def test_what_is_recorded_as_trained_has_the_hash_that_the_worker_announced(tmp_path: Path) -> None:
     sampled = make_rows(0)[:2]
-    received = [codec.decoder(Trajectory)(codec.encode(row)) for row in sampled]
+    received = [messages.decoder(Trajectory)(messages.encode(row)) for row in sampled]
     append_trained(tmp_path / "trained.jsonl", 0, 0, received)
     trained = [json.loads(line)["tokens_hash"] for line in (tmp_path / "trained.jsonl").read_text().splitlines()]
     assert trained == [row.header().tokens_hash for row in sampled]

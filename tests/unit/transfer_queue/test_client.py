@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from rl_async import codec, tracing
+from rl_async import messages, tracing
 from rl_async.errors import ProtocolError, QueueLost, RowsChanged, RowsLost
 from rl_async.messages import Done, Refused, Sampling, Task, Trajectory, TrajectoryHeader, Version
 from rl_async.tracing import Value
@@ -147,7 +147,7 @@ def test_one_that_no_longer_waits_does_not_keep_the_others_from_their_answers() 
 
 ROWS = make_rows(0, groups=1, samples=3)
 HEADERS = [parcel([row], None).headers[0] for row in ROWS]
-FRAMES = [codec.encode(row) for row in ROWS]
+FRAMES = [messages.encode(row) for row in ROWS]
 
 
 def test_rows_as_they_were_put_pass():
@@ -158,7 +158,7 @@ def test_other_tokens_are_named_with_who_kept_them():
     headers = [msgspec.structs.replace(header, shards=["shard-0-ab"]) for header in HEADERS]
     changed = msgspec.structs.replace(ROWS[1], token_ids=ROWS[1].token_ids[::-1])
     with pytest.raises(RowsChanged, match=r"group 0 sample 1.*shard-0-ab") as caught:
-        announced_rows(headers, [FRAMES[0], codec.encode(changed), FRAMES[2]])
+        announced_rows(headers, [FRAMES[0], messages.encode(changed), FRAMES[2]])
     assert caught.value.tokens_hash == {(0, 1, 0): changed.tokens_hash()}
 
 
@@ -171,7 +171,7 @@ def test_another_row_in_its_place_is_noticed_though_both_are_whole():
 def test_a_row_of_a_later_attempt_asks_for_the_batch_again():
     later = msgspec.structs.replace(ROWS[0], attempt=ROWS[0].attempt + 1)
     with pytest.raises(RowsLost):
-        announced_rows(HEADERS[:1], [codec.encode(later)])
+        announced_rows(HEADERS[:1], [messages.encode(later)])
 
 
 def test_a_row_of_which_any_byte_changed_is_noticed_whatever_it_was_and_though_it_is_none_any_more():

@@ -18,7 +18,6 @@ import psutil
 import pytest
 import zmq
 
-from rl_async import codec
 from rl_async import messages as m
 from rl_async.configs.derived import ListedCode
 from rl_async.errors import JournalError, ProtocolError
@@ -256,7 +255,7 @@ def test_bytes_that_no_decoder_takes_are_malformed(served: Served, body: bytes) 
     (answer,) = served.server.handle([b"a", bytes(8), body])
     assert isinstance(answer.response.reply, m.Malformed)
     with pytest.raises(ProtocolError):
-        codec.decoder(m.Task)(body)
+        m.decoder(m.Task)(body)
 
 
 def test_hungry_workers_share_the_groups_whatever_each_of_them_asks_for(served: Served) -> None:
