@@ -7,6 +7,7 @@ one only by what is imported.
 
 import atexit
 import functools
+import importlib
 import importlib.util
 import itertools
 import multiprocessing
@@ -18,7 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -40,8 +42,9 @@ SHOWN = 3000  # characters of a failed rank's output in the assertion's message
 
 
 class Forked:
-    """``python -m module arguments`` in ``cwd``, with the part of ``subprocess.Popen`` that tests use.
+    """``python -m module arguments`` in ``cwd``, or ``module:function``, which is called with the arguments.
 
+    It has the part of ``subprocess.Popen`` that tests use.
     ``parent``: it may fork processes itself; whoever starts it must see that it ends, or the tests never do.
     ``log``: the file of its output and errors together. ``session``: it leads a session, and so a group, of its own.
     """
@@ -125,6 +128,18 @@ def start_ranks(
     ]
 
 
+@contextmanager
+def joined() -> Iterator[None]:
+    """Compute with one thread as one of the ranks that ``start_ranks`` forked, which meet over gloo."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    yield
+    dist.destroy_process_group()
+
+
 def run_ranks(module: str, *arguments: str, ranks: int, timeout_s: float = 280.0) -> list[str]:
     """Fork the ranks and wait until all have exited with 0; the standard output of each."""
     processes = start_ranks(module, *arguments, ranks=ranks)
@@ -180,7 +195,7 @@ def become(
     output: tuple[Path, Path],
     session: bool = False,
 ) -> None:
-    """Run ``module`` in this process, with standard output and error appended to the files ``output``."""
+    """Run ``module`` or call ``module:function`` in this process, with its output appended to the files ``output``."""
     if session:
         os.setsid()
     for number, file in enumerate(output, start=1):
@@ -189,5 +204,9 @@ def become(
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.environ.update(environment)
     os.chdir(cwd)
+    name, _, function = module.partition(":")
+    if function:
+        getattr(importlib.import_module(name), function)(*arguments)
+        return
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

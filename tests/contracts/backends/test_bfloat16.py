@@ -2,18 +2,186 @@
 
 import importlib.util
 import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from tests.contracts.backends.bfloat16_worker import RATE, STEPS
-from tests.contracts.backends.models import LAYERS, TERMS, assert_alike, make_model, whole_batch
-from tests.support.forked import run_ranks, start_ranks
+from rl_async.trainer.backend import Backend
+from rl_async.trainer.export import WHOLE
+from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.trainer.model import MODEL_FOLDER
+from rl_async.trainer.packing import Tensors
+from rl_async.trainer.pretrained import StoredWeights
+from tests.contracts.backends.models import LAYERS as BFLOAT16_LAYERS
+from tests.contracts.backends.models import (
+    TERMS,
+    TRAINING,
+    assert_alike,
+    cell_rows,
+    loss_of,
+    make_model,
+    micro_batches,
+    whole_batch,
+)
+from tests.contracts.backends.worker import ENTROPY, exported, step
+from tests.contracts.backends.worker import make as make_backend
+from tests.support.forked import joined, run_ranks, start_ranks
 from tests.support.rounding import assert_near, pass_rounding
+from tests.support.weights import whole_weights
+
+# Ranks of a backend that compute in bfloat16.
+
+
+RATE = 1e-6  # far below the last bit of a bfloat16 weight of 0.1, which is 5e-4
+STEPS = 3
+
+
+def make(sizes: dict[str, object], folder: str) -> Backend:
+    config = msgspec.structs.replace(TRAINING, learning_rate=RATE, weight_decay=0.0, **sizes)
+    if config.backend == "fsdp2":
+        return Fsdp2Backend(folder, "bfloat16", "cpu", config)
+    from rl_async.trainer.megatron.backend import MegatronBackend
+
+    with reads_of_stored_weights() as reads:
+        backend = MegatronBackend(folder, "bfloat16", "cpu", config)
+    assert reads and set(reads.values()) == {1}, "weights and their masters are made of one reading"
+    for chunk in backend._chunks:
+        for parameter in chunk.parameters():
+            assert (parameter.dtype, parameter.main_grad.dtype) == (torch.bfloat16, torch.float32)
+    return backend
+
+
+@contextmanager
+def reads_of_stored_weights() -> Iterator[Counter[str]]:
+    """Count how often each tensor of a model's folder is read meanwhile."""
+    counts = Counter[str]()
+    read = StoredWeights.read
+
+    def counted(self: StoredWeights, name: str, part: tuple[slice, ...] = ()) -> Tensor:
+        counts[name] += 1
+        return read(self, name, part)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(StoredWeights, "read", counted)
+        yield counts
+
+
+def sleep(backend: Backend) -> None:
+    """Sleep and wake, with a look at what is released: all but the weights, of which engines may still ask."""
+    weights = whole_weights(backend)
+    backend.sleep()
+    for chunk in getattr(backend, "_chunks", ()):
+        for parameter in chunk.parameters():
+            assert parameter.main_grad.untyped_storage().size() == 0 < parameter.untyped_storage().size()
+    for name, tensor in whole_weights(backend).items():
+        assert tensor.equal(weights[name]), name
+    backend.wake()
+
+
+class Elsewhere(TorchFunctionMode):
+    """A second device, which this machine lacks: what is moved ``to`` it is copied, and listed."""
+
+    def __init__(self) -> None:
+        self.holds: list[Tensor] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is not torch.Tensor.to or tuple(args[1:]) != ("elsewhere",):
+            return func(*args, **(kwargs or {}))
+        self.holds.append(args[0].clone())
+        return self.holds[-1]
+
+
+def leave(backend: Backend) -> None:
+    """Move the optimizer elsewhere: masters and moments all are there, and weights are not."""
+    optimizer, weights = backend._optimizer, whole_weights(backend)  # type: ignore[attr-defined]
+    with Elsewhere() as elsewhere:
+        optimizer.move("elsewhere")
+    there = {tensor.data_ptr() for tensor in elsewhere.holds}
+    masters = [master for group in optimizer._optimizer.param_groups for master in group["params"]]
+    states = [state for owner in optimizer._optimizer.chained_optimizers for state in owner.optimizer.state.values()]
+    moments = [part for state in states for part in state.values() if part.dim()]
+    assert len(moments) == 2 * len(masters) > 0
+    assert {tensor.data_ptr() for tensor in (*masters, *moments)} == there
+    assert all(tensor.dtype == torch.float32 for tensor in elsewhere.holds)
+    for name, tensor in whole_weights(backend).items():
+        assert tensor.equal(weights[name]), name
+
+
+@joined()
+def bfloat16_rank(options: str, folder: str, results: str) -> None:
+    sizes, out = json.loads(options), Path(results)
+    backend, rank = make(sizes, folder), dist.get_rank()
+    found = exported(backend, "imported")
+    logprobs = backend.forward(*whole_batch()).logprobs
+    assert logprobs is not None
+    told = [step(backend) for _ in range(STEPS)]
+    saved = out / "checkpoint"
+    saved.mkdir(exist_ok=True)
+    dist.barrier()
+    backend.save(saved)
+    again = make(sizes, folder)
+    again.load(saved)
+    found |= exported(again, "loaded") | exported(backend, "trained")
+    sleep(again)
+    if sizes["backend"] == "megatron":
+        leave(again)
+    assert step(again) == step(backend)
+    for name, tensor in whole_weights(backend).items():
+        assert tensor.equal(whole_weights(again)[name]), name
+    if rank == 0:
+        masters = {f"masters.{name}": tensor for name, tensor in load_file(saved / MODEL_FOLDER / WHOLE).items()}
+        save_file(found | masters | {"logprobs": logprobs.contiguous()}, out / "found.safetensors")
+        (out / "steps.json").write_text(json.dumps(told))
+
+
+# Ranks that train a step through recorded experts.
+
+
+LAYERS, EXPERTS, CHOSEN = 4, 4, 2
+
+
+def recorded(batches: Sequence[Tensors]) -> list[Tensors]:
+    """The batches with experts that depend on the token and its place, so that a row has the same in any batch."""
+    found = []
+    for batch in batches:
+        places = torch.arange(batch.tokens.shape[1])
+        kind = batch.tokens + 3 * places
+        one = (kind[..., None] + torch.arange(LAYERS)) % EXPERTS
+        experts = torch.stack([one, (one + 1 + kind[..., None] % (EXPERTS - 1)) % EXPERTS], -1).to(torch.int16)
+        experts[places >= batch.lengths[:, None] - 2] = -1
+        found.append(msgspec.structs.replace(batch, experts=experts))
+    return found
+
+
+@joined()
+def replaying_rank(options: str, folder: str, out: str) -> None:
+    """Write log-probabilities with and without a record, and the trained weights."""
+    backend = make_backend(msgspec.structs.replace(TRAINING, **json.loads(options)), Path(folder))
+    assert backend.replays_routers
+    plain = backend.forward(*whole_batch())
+    outputs = backend.forward(*recorded(whole_batch()))
+    assert plain.logprobs is not None and outputs.logprobs is not None
+    found: dict[str, Tensor] = {"logprobs without": plain.logprobs, "logprobs": outputs.logprobs}
+    if outputs.agreement is not None:
+        found["agreement"] = outputs.agreement
+    batches = recorded(micro_batches(cell_rows(backend.data_parallel.rank, backend.data_parallel.size)))
+    backend.step(batches, loss_of(batches), ENTROPY)
+    found |= whole_weights(backend)
+    if dist.get_rank() == 0:
+        save_file({name: tensor.contiguous() for name, tensor in found.items()}, out)
+
 
 HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
 MEGATRON = {"backend": "megatron"}
@@ -30,7 +198,9 @@ def run(root: Path, model: Path, layout: str) -> Ran:
     ranks, sizes = LAYOUTS[layout]
     out = root / layout.replace(" ", "-")
     out.mkdir()
-    run_ranks("tests.contracts.backends.bfloat16_worker", json.dumps(sizes), str(model), str(out), ranks=ranks)
+    run_ranks(
+        "tests.contracts.backends.test_bfloat16:bfloat16_rank", json.dumps(sizes), str(model), str(out), ranks=ranks
+    )
     return load_file(out / "found.safetensors"), json.loads((out / "steps.json").read_text())
 
 
@@ -97,7 +267,7 @@ def test_records_lead_to_the_same_numbers_and_weights(layout: str, tmp_path: Pat
     for number, (size, options) in enumerate([(1, {}), (ranks, sizes)]):
         out = tmp_path / f"{number}.safetensors"
         arguments = [json.dumps(options), str(tmp_path / "model"), str(out)]
-        run_ranks("tests.contracts.backends.replay", *arguments, ranks=size, timeout_s=280)
+        run_ranks("tests.contracts.backends.test_bfloat16:replaying_rank", *arguments, ranks=size, timeout_s=280)
         told.append(load_file(out))
     wanted, found = told
     assert (wanted["logprobs"] - wanted["logprobs without"]).abs().max() > 1e-2, "the record changes nothing"
@@ -105,7 +275,7 @@ def test_records_lead_to_the_same_numbers_and_weights(layout: str, tmp_path: Pat
     outputs = {"logprobs", "logprobs without", "agreement"}
     for name in outputs & found.keys():
         size = wanted[name].abs().max().item()
-        assert_near(found[name], wanted[name], pass_rounding(size, LAYERS, TERMS), name)
+        assert_near(found[name], wanted[name], pass_rounding(size, BFLOAT16_LAYERS, TERMS), name)
     of_step, expected = ({name: told[name] for name in told.keys() - outputs} for told in (found, wanted))
     assert_alike(of_step, expected, steps=1)
     assert ("agreement" in found) == ("pipeline_parallel" not in sizes)
@@ -117,6 +287,6 @@ def test_tensor_parallel_ranks_that_must_replay_do_not_start(tmp_path: Path) -> 
     make_model("qwen3-moe", tmp_path / "model")
     options = MEGATRON | {"tensor_parallel": 2, "expert_parallel": 2, "router_replay": "always"}
     arguments = [json.dumps(options), str(tmp_path / "model"), str(tmp_path / "out")]
-    processes = start_ranks("tests.contracts.backends.replay", *arguments, ranks=2)
+    processes = start_ranks("tests.contracts.backends.test_bfloat16:replaying_rank", *arguments, ranks=2)
     errors = [process.communicate(280)[1] for process in processes]
     assert all("UserError: trainer.router_replay=always" in error for error in errors), errors

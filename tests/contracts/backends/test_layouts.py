@@ -7,20 +7,99 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rl_async.trainer.checkpoints import MOMENT, SHARDING, STEPS, StoredShards, write_tensors, write_whole
+from rl_async.trainer.backend import Backend
+from rl_async.trainer.checkpoints import MOMENT, SHARDING, StoredShards, write_tensors, write_whole
+from rl_async.trainer.checkpoints import STEPS as SAVED_STEPS
 from rl_async.trainer.export import SHARDS
-from tests.contracts.backends.models import assert_alike, make_model
-from tests.support.forked import run_ranks
+from rl_async.trainer.fsdp2 import Fsdp2Backend
+from tests.contracts.backends.models import ROUNDED, STEPS, TRAINING, assert_alike, make_model
+from tests.contracts.backends.worker import make as make_backend
+from tests.contracts.backends.worker import step
+from tests.support.forked import joined, run_ranks
+from tests.support.weights import whole_weights
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None,
-    reason="Megatron-Core is not here; install it with pip install 'rl-async[megatron]'",
-)
+# Ranks that train two steps, or continue from a checkpoint, save, and take a step.
+
+
+def make(options: dict[str, object], dtype: str, model: str) -> Backend:
+    config = msgspec.structs.replace(TRAINING, **options)
+    if config.backend == "fsdp2":
+        return Fsdp2Backend(model, dtype, "cpu", config)
+    from rl_async.trainer.megatron.backend import MegatronBackend
+
+    return MegatronBackend(model, dtype, "cpu", config)
+
+
+@joined()
+def layouts_rank(options: str, dtype: str, model: str, out: str, checkpoint: str = "") -> None:
+    """Leave the checkpoint in ``out``/saved, and the weights after the step."""
+    backend = make(json.loads(options), dtype, model)
+    if checkpoint:
+        backend.load(Path(checkpoint))
+    else:
+        for _ in range(STEPS):
+            step(backend)
+    saved = Path(out) / "saved"
+    saved.mkdir(parents=True, exist_ok=True)
+    backend.save(saved)
+    step(backend)
+    weights = whole_weights(backend)
+    if dist.get_rank() == 0:
+        save_file(weights, Path(out) / "after.safetensors")
+
+
+# Two ranks on which each backend continues from the other's checkpoint.
+
+
+def saved(backend: Backend, folder: Path) -> Path:
+    if dist.get_rank() == 0:
+        folder.mkdir()
+    dist.barrier()
+    backend.save(folder)
+    dist.barrier()
+    return folder
+
+
+def compare(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        assert tensor.equal(two[name]), name
+
+
+@joined()
+def interchanging_rank(sizes: str, folder: str, results: str) -> None:
+    model, out = Path(folder), Path(results)
+    config = msgspec.structs.replace(TRAINING, backend="megatron", **json.loads(sizes))
+    fsdp2 = Fsdp2Backend(str(model), "float32", "cpu", TRAINING)
+    untouched = make_backend(config, model)
+    untouched.load(saved(fsdp2, out / "first"))  # has no moments yet
+    compare(whole_weights(untouched), whole_weights(fsdp2))
+    for _ in range(2):
+        step(fsdp2)
+    megatron = make_backend(config, model)
+    megatron.load(saved(fsdp2, out / "fsdp2"))
+    compare(whole_weights(megatron), whole_weights(fsdp2))
+    norm, other = step(megatron)[1], step(fsdp2)[1]
+    assert abs(norm - other) <= ROUNDED * other
+    assert_alike(whole_weights(megatron), whole_weights(fsdp2), steps=1)
+
+    again = Fsdp2Backend(str(model), "float32", "cpu", TRAINING)
+    again.load(saved(megatron, out / "megatron"))
+    compare(whole_weights(again), whole_weights(megatron))
+    before = whole_weights(again)
+    step(again)
+    step(megatron)
+    assert_alike(whole_weights(again), whole_weights(megatron), steps=1)
+    moved = max((tensor - before[name]).abs().max().item() for name, tensor in whole_weights(again).items())
+    assert moved > 1e-4, "a step moves weights further than the backends are apart"
+
 
 Layout = tuple[int, dict[str, Any]]  # ranks, and the trainer's options
 
@@ -47,13 +126,13 @@ def run(layout: Layout, dtype: str, model: Path, out: Path, checkpoint: Path | N
     """Continue on these ranks; the checkpoint that they left, in which each of them wrote."""
     ranks, options = layout
     arguments = [json.dumps(options), dtype, str(model), str(out), *([] if checkpoint is None else [str(checkpoint)])]
-    run_ranks("tests.contracts.backends.layouts_worker", *arguments, ranks=ranks)
+    run_ranks("tests.contracts.backends.test_layouts:layouts_rank", *arguments, ranks=ranks)
     writers = {path.name.partition("-model-")[0] for path in (out / "saved" / SHARDS).iterdir()}
     assert writers == {f"shard-{rank + 1:05d}" for rank in range(ranks)}
     return out / "saved"
 
 
-def compare(one: Path, two: Path) -> None:
+def layouts_compare(one: Path, two: Path) -> None:
     """Weights and moments, experts by their own names; whatever else is in either is the number of steps."""
     stored, other = StoredShards(one / SHARDS), StoredShards(two / SHARDS)
     moments = [name for name in stored.sizes if name.endswith("|exp_avg")]
@@ -76,6 +155,10 @@ def difference(one: Tensor, two: Tensor) -> float:
     return (one - two).abs().max().item()
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None,
+    reason="Megatron-Core is not here; install it with pip install 'rl-async[megatron]'",
+)
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", CHAINS)
@@ -90,11 +173,15 @@ def test_a_run_continues_with_any_layout(family: str, tmp_path: Path) -> None:
     last = first
     for number, other in enumerate(others, start=1):
         last = run(other, "float32", model, tmp_path / str(number), last)
-        compare(first, last)
-        compare(last, first)
+        layouts_compare(first, last)
+        layouts_compare(last, first)
         compare_after(first, last)
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None,
+    reason="Megatron-Core is not here; install it with pip install 'rl-async[megatron]'",
+)
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_bfloat16_weights_keep_their_float32_masters(tmp_path: Path) -> None:
@@ -103,16 +190,20 @@ def test_bfloat16_weights_keep_their_float32_masters(tmp_path: Path) -> None:
     first = last = run(TP2_DP2, "bfloat16", model, tmp_path / "0")
     for number, layout in enumerate([PP2, FSDP2, megatron(2)], start=1):
         last = run(layout, "bfloat16", model, tmp_path / str(number), last)
-        compare(first, last)
+        layouts_compare(first, last)
 
 
 def counts(folder: Path) -> dict[str, Tensor]:
     """What formats before 3 had besides: the number of steps once for each parameter, as AdamW keeps it."""
     stored = StoredShards(folder / SHARDS)
-    steps = stored.whole(STEPS).float()
+    steps = stored.whole(SAVED_STEPS).float()
     return {f"{name.partition(MOMENT)[0]}{MOMENT}step": steps.clone() for name in stored.sizes if MOMENT in name}
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None,
+    reason="Megatron-Core is not here; install it with pip install 'rl-async[megatron]'",
+)
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
@@ -130,10 +221,14 @@ def test_whole_tensors_of_the_format_before_are_read(family: str, layout: Layout
     save_file(load_file(optimizer) | counts(before), optimizer)
     shutil.rmtree(before / SHARDS)
     last = run(layout, "float32", model, tmp_path / "1", before)
-    compare(first, last)
+    layouts_compare(first, last)
     compare_after(first, last)
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None,
+    reason="Megatron-Core is not here; install it with pip install 'rl-async[megatron]'",
+)
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_shards_of_the_format_before_are_read(tmp_path: Path) -> None:
@@ -147,13 +242,17 @@ def test_shards_of_the_format_before_are_read(tmp_path: Path) -> None:
     more = before / SHARDS / "shard-00003-model-00001-of-00001.safetensors"
     write_tensors(more, sizes, iter(steps.values()), {SHARDING: offsets})
     last = run(FSDP2, "float32", model, tmp_path / "1", before)
-    compare(first, last)
+    layouts_compare(first, last)
     compare_after(first, last)
 
 
 # A run continues with the other backend: weights are equal bit by bit, AdamW's moments and the step come along.
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None,
+    reason="Megatron-Core is not here; install it with pip install 'rl-async[megatron]'",
+)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("family", "sizes"),
@@ -166,4 +265,4 @@ def test_shards_of_the_format_before_are_read(tmp_path: Path) -> None:
 def test_each_backend_goes_on_from_the_others_checkpoint(family: str, sizes: dict[str, Any], tmp_path: Path) -> None:
     make_model(family, tmp_path / "model")
     arguments = [json.dumps(sizes), str(tmp_path / "model"), str(tmp_path)]
-    run_ranks("tests.contracts.backends.interchange_worker", *arguments, ranks=2)
+    run_ranks("tests.contracts.backends.test_layouts:interchanging_rank", *arguments, ranks=2)

@@ -1,23 +1,90 @@
 """Ranks with a critic, with images on one of them, and with Muon learn together what one process learns."""
 
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from rl_async.configs.schema.trainer import TrainerConfig
+from rl_async.trainer.backend import Outputs
+from rl_async.trainer.fsdp2 import Fsdp2Backend
 from tests.contracts.backends.models import make_model
 from tests.contracts.trainer.test_saver import go_on, same
 from tests.contracts.trainer.test_training import LAYERS, TERMS
-from tests.contracts.trainer.workers.images import RATE, STEPS
-from tests.contracts.trainer.workers.muon import STEPS as MUON_STEPS
-from tests.contracts.trainer.workers.muon import TRAINING, gradient_of
-from tests.support.forked import run_ranks
+from tests.support.forked import joined, run_ranks
 from tests.support.rounding import assert_trained_alike
 from tests.support.tiny_models import save_vision_model
+from tests.support.weights import whole_weights
+from tests.unit.trainer.test_families import ROWS, row
+from tests.unit.trainer.test_families import image_batch as batch
+
+# Ranks that take twenty steps of Muon with drawn gradients.
+
+
+STEPS = 20
+TRAINING = {"optimizer": "muon", "learning_rate": 1e-2, "weight_decay": 0.1}
+
+
+def gradient_of(step: int, name: str, shape: torch.Size) -> torch.Tensor:
+    """The same for any number of ranks."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()) + step))
+
+
+@joined()
+def muon_rank(model: str, out: str, options: str) -> None:
+    backend = Fsdp2Backend(model, "float32", "cpu", msgspec.convert(TRAINING | json.loads(options), TrainerConfig))
+    assert backend.optimizer is not None
+    first = {name: parameter.full_tensor().detach().clone() for name, parameter in backend.model.named_parameters()}
+    for step in range(STEPS):
+        for name, parameter in backend.model.named_parameters():
+            gradient = gradient_of(step, name, parameter.shape)
+            parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+        backend.optimizer.step()
+        backend.optimizer.zero_grad()
+    found = {f"first|{name}": tensor for name, tensor in first.items()}
+    for name, parameter in backend.model.named_parameters():
+        found[f"last|{name}"] = parameter.full_tensor().detach()
+        for key, moment in backend.optimizer.state[parameter].items():
+            if isinstance(moment, DTensor):
+                found[f"{key}|{name}"] = moment.full_tensor()
+    if dist.get_rank() == 0:
+        save_file({name: tensor.contiguous() for name, tensor in found.items()}, out)
+
+
+# Ranks that train rows with images and others without, and write the weights.
+
+
+RATE, IMAGE_STEPS = 1e-3, 2
+
+
+@joined()
+def images_rank(family: str, model: str, out: str) -> None:
+    """Take steps on a micro-batch with images and one without, in turn or on a rank each."""
+    backend = Fsdp2Backend(model, "float32", "cpu", TrainerConfig(learning_rate=RATE, grad_clip=1e6))
+    assert backend.pictures is not None
+    rows = [row(family, backend.pictures, number, *each) for number, each in enumerate(ROWS)]
+    parts = [[each for each in rows if each.media], [each for each in rows if not each.media]]
+    ranks, count = dist.get_world_size(), sum(len(each.token_ids) - 1 for each in rows)
+    own = [batch(part, backend.pictures, share=False) for part in parts[dist.get_rank() :: ranks]]
+
+    def loss(_: int, outputs: Outputs) -> Tensor:
+        assert outputs.logprobs is not None
+        return -outputs.logprobs.sum() / count
+
+    for _ in range(IMAGE_STEPS):
+        backend.step(own, loss)
+    weights = whole_weights(backend)
+    if dist.get_rank() == 0:
+        save_file(weights, out)
+
 
 # A critic on real gloo ranks: what is learned depends on neither ranks nor micro-batches, and survives a save.
 
@@ -91,11 +158,11 @@ def test_a_rank_without_images_trains_the_tower_too(family: str, tmp_path: Path)
     weights = []
     for ranks in (1, 2):
         out = tmp_path / f"{ranks}.safetensors"
-        module = "tests.contracts.trainer.workers.images"
+        module = "tests.contracts.trainer.test_ranks:images_rank"
         run_ranks(module, family, str(tmp_path / "model"), str(out), ranks=ranks, timeout_s=120)
         weights.append(load_file(out))
     # Each of the two micro-batches has fewer tokens than 400.
-    assert_trained_alike(weights[1], weights[0], rate=RATE, steps=STEPS, layers=2, terms=400)
+    assert_trained_alike(weights[1], weights[0], rate=RATE, steps=IMAGE_STEPS, layers=2, terms=400)
 
 
 # Muon on gloo ranks does what torch's own does with whole matrices in one process, and continues bit by bit.
@@ -120,7 +187,7 @@ def expected(first: dict[str, Tensor]) -> dict[str, Tensor]:
     )
     others = [part for name in whole if not is_matrix[name] for part in parts[name]]
     adamw = torch.optim.AdamW(others, lr=MUON_RATE, weight_decay=DECAY, betas=(0.9, 0.95), fused=True)
-    for step in range(MUON_STEPS):
+    for step in range(STEPS):
         for name, tensor in whole.items():
             gradient = gradient_of(step, name, tensor.shape)
             for part, of in zip(parts[name], gradient.unbind() if tensor.dim() == 3 else [gradient], strict=True):
@@ -145,7 +212,7 @@ def test_twenty_steps_are_those_of_whole_matrices(
     make_model(family, tmp_path / "model")
     out = tmp_path / "found.safetensors"
     arguments = [str(tmp_path / "model"), str(out), json.dumps(options)]
-    run_ranks("tests.contracts.trainer.workers.muon", *arguments, ranks=ranks)
+    run_ranks("tests.contracts.trainer.test_ranks:muon_rank", *arguments, ranks=ranks)
     found = load_file(out)
 
     def kind(of: str) -> dict[str, Tensor]:

@@ -11,16 +11,69 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from rl_async.configs.schema.algorithm import AlgorithmConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import CheckpointFailed, TrainerReplaced, UserError
 from rl_async.files import append_durably
-from rl_async.trainer.checkpoints import FORMAT, CheckpointState, Saver, drop_unfinished, newest_whole
+from rl_async.trainer.actor_critic import build_models
+from rl_async.trainer.checkpoints import FORMAT, CheckpointState, Saver, drop_unfinished, load_checkpoint, newest_whole
 from rl_async.trainer.export import export
+from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.records import next_lineage, require_newest
-from tests.support.forked import Forked, run_ranks
+from tests.contracts.trainer.workers.critic import train
+from tests.support.forked import Forked, joined, run_ranks
+from tests.support.torchao import add_torchao
+
+# Ranks that make a checkpoint out of trained weights, or go on from one.
+
+
+@joined()
+def resharding_rank(model: str, root: str, before: str, after: str, options: str) -> None:
+    """Load the checkpoint of step ``before``, unless that is 0; train up to ``after`` steps and save them.
+
+    Rank 0 leaves every tensor, put together, in loaded-N and saved-N.safetensors, N being the number of ranks.
+    """
+    folder, first, last = Path(root), int(before), int(after)
+    training = TrainerConfig(learning_rate=1e-3, minibatches=2, max_tokens_per_microbatch=60, **json.loads(options))
+    if training.optimizer == "adamw_8bit":
+        add_torchao()
+    config = RunConfig(
+        model=ModelConfig(path=model, dtype="float32"),
+        data=DataConfig(path="none"),
+        algorithm=AlgorithmConfig(correction="bypass_ppo_clip"),
+        trainer=training,
+    )
+    models = build_models(config, "cpu")
+    if first:
+        load_checkpoint(folder / f"step-{first:06d}", models.trained())
+    leave_tensors(models.policy, folder / f"loaded-{dist.get_world_size()}.safetensors")
+    saver = Saver(folder, keep=9, timeout_s=60)
+    for step in range(first, last):
+        train(models, step, config)
+    state = CheckpointState(step=last, lineage=0, kl_coef=0.0, format=FORMAT)
+    saver.save(models.trained(), state, b"")
+    leave_tensors(models.policy, folder / f"saved-{dist.get_world_size()}.safetensors")
+    train(models, last, config)  # while it is written: the copy must not change
+    saver.wait()
+
+
+def leave_tensors(policy: object, path: Path) -> None:
+    """Weights, and what AdamW keeps."""
+    assert isinstance(policy, Fsdp2Backend) and policy.optimizer is not None
+    tensors = {}
+    for name, parameter in policy.model.named_parameters():
+        tensors[name] = parameter.full_tensor().detach().clone()
+        for key, value in policy.optimizer.state.get(parameter, {}).items():
+            tensors[f"{name}|{key}"] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+    if dist.get_rank() == 0:
+        save_file(tensors, path)
+
 
 WAIT_S = 60.0
 
@@ -195,7 +248,7 @@ def test_a_replaced_trainer_that_named_its_checkpoint_at_the_last_moment_deletes
 def go_on(model: Path, root: Path, ranks: int, before: int, after: int, **options: Any) -> None:
     """Run ``reshard_worker`` on ``ranks`` processes."""
     arguments = [str(model), str(root), str(before), str(after), json.dumps(options)]
-    run_ranks("tests.contracts.trainer.workers.reshard", *arguments, ranks=ranks)
+    run_ranks("tests.contracts.trainer.test_saver:resharding_rank", *arguments, ranks=ranks)
 
 
 def same(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:

@@ -6,18 +6,173 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from rl_async.configs.schema.trainer import LoraConfig, TrainerConfig
+from rl_async.messages import Version
+from rl_async.trainer import model as trainer_model
 from rl_async.trainer.families import FAMILIES
-from tests.contracts.backends.models import ROWS, loss_of, make_model, micro_batches, outputs_of
+from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.trainer.packing import Tensors
+from rl_async.trainer.pretrained import StoredWeights
+from rl_async.weight_sync.buckets import as_adapters, numbered
+from rl_async.weight_sync.reshard import Gathering, PointToPoint
+from tests.contracts.backends.models import ROWS, cell_rows, loss_of, make_model, micro_batches, outputs_of
+from tests.support.batches import loss_of as prefix_loss_of
+from tests.support.batches import shared_rows
 from tests.support.families import COMMON, DISTINCT, SPECIAL, saved
-from tests.support.forked import run_ranks
+from tests.support.forked import joined, run_ranks
 from tests.support.once import once
-from tests.support.rounding import assert_as_close, assert_near, in_float64, pass_rounding, to_float64
+from tests.support.rounding import assert_as_close, assert_near, excess, in_float64, pass_rounding, to_float64
+from tests.support.weights import Received
+
+# Ranks that compute the gradients of a batch under several options.
+
+
+BUCKET = 1 << 14
+
+
+def gradients(backend: Fsdp2Backend) -> dict[str, Tensor]:
+    """Of the test batch, summed over all ranks, by the names of the parameters."""
+    batches = micro_batches(cell_rows(backend.data_parallel.rank, backend.data_parallel.size))
+    backend.add_gradients(batches, loss_of(batches), frozenset({"entropy"}))
+    named = backend.model.named_parameters()
+    return {name: parameter.grad.full_tensor() for name, parameter in named if parameter.grad is not None}
+
+
+def published(backend: Fsdp2Backend, lora: LoraConfig) -> dict[str, Tensor]:
+    """After a step on the gradients: merged weights, and what an engine makes of adapters alone. On rank 0."""
+    assert backend.optimizer is not None
+    backend.optimizer.step()
+    wire = PointToPoint(dist.HashStore(), device="cpu")
+    gathering = Gathering(wire, dist.get_rank(), BUCKET, 60.0)
+    merged, base, adapters = (
+        gathering.buckets(backend.sharded_weights(what)) for what in ("merged", "base", "adapters")
+    )
+    if dist.get_rank() > 0:
+        return {}
+    ways = {"merged": merged, "alone": numbered([*base, *as_adapters(adapters, lora.scale)], Version(), "no")}
+    return {f"{way}|{name}": t for way, sent in ways.items() for name, t in Received().take(sent).items()}
+
+
+@joined()
+def sharding_rank(model: str, out: str, options: str) -> None:
+    """Write gradients, and of adapters also the weights that engines get after a step, ``merged`` and ``alone``.
+
+    ``options`` are the trainer's, by case, as JSON.
+    """
+    found = {}
+    for case, keys in json.loads(options).items():
+        backend = Fsdp2Backend(model, "float32", "cpu", msgspec.convert(keys, TrainerConfig))
+        found |= {f"{case}|{name}": gradient for name, gradient in gradients(backend).items()}
+        if backend.config is not None and backend.config.lora is not None:
+            sent = published(backend, backend.config.lora)
+            found |= {f"{case}, {name}": tensor for name, tensor in sent.items()}
+    if dist.get_rank() == 0:
+        save_file(found, out)
+
+
+# Two FSDP2 ranks that compute rows with and without shared prefixes.
+
+
+def prefix_gradients(backend: Fsdp2Backend, batch: Tensors) -> dict[str, Tensor]:
+    """Summed over the ranks, whose losses differ, by the names of the parameters."""
+    loss = prefix_loss_of(backend.model.outputs(batch, frozenset({"entropy", "sum_squares"})), batch.lengths)
+    (loss * (1 + dist.get_rank())).backward()
+    named = backend.model.named_parameters()
+    found = {name: parameter.grad.full_tensor() for name, parameter in named if parameter.grad is not None}
+    backend.model.zero_grad()
+    return found
+
+
+@joined()
+def prefixes_rank(model: str, out: str, options: str) -> None:
+    """Write how far the gradients are from float64, as multiples of what rounding explains, and how large they are.
+
+    ``options`` are the trainer's, by case, as JSON.
+    """
+    found = {}
+    for case, keys in json.loads(options).items():
+        backend = Fsdp2Backend(model, "float32", "cpu", msgspec.convert(keys, TrainerConfig))
+        assert backend.row_cost.shares_prefixes
+        batch = shared_rows(backend.hf_config.vocab_size)
+        assert batch.tree is not None
+        together, alone = (prefix_gradients(backend, x) for x in (batch, msgspec.structs.replace(batch, tree=None)))
+        assert together.keys() == alone.keys()
+        # Without checkpointing, which would compute again outside the mode.
+        plainly = msgspec.convert(keys | {"activation_checkpointing": False}, TrainerConfig)
+        exactly = Fsdp2Backend(model, "float32", "cpu", plainly)
+        exactly.model.double()
+        with in_float64():
+            exact = prefix_gradients(exactly, msgspec.structs.replace(batch, tree=None))
+        found[case] = {
+            "excess": excess(together, alone, exact, int(batch.lengths.sum())),
+            "size": max(gradient.abs().max().item() for gradient in alone.values()),
+        }
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(found))
+
+
+# Ranks that load models and compare them with Transformers' own loading.
+
+
+READ: list[int] = []
+
+
+# Their short convolutions are tensors of their own in files and parts of one here, and a rank reads whole ones.
+STORED_APART = {"kimi_linear", "olmo_hybrid"}
+
+
+class Counted(StoredWeights):
+    """Counts the numbers that it reads."""
+
+    def read(self, name: str, part: tuple[slice, ...] = ()) -> Tensor:
+        tensor = super().read(name, part)
+        READ.append(tensor.numel())
+        return tensor
+
+
+def compare(folder: str, head: Any) -> None:
+    READ.clear()
+    got = Fsdp2Backend(folder, "float32", "cpu", None, head).model.lm
+    kind: Any = AutoModel if head == "value" else AutoModelForCausalLM
+    expected = kind.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+    parameters, plain = dict(got.named_parameters()), dict(expected.named_parameters())
+    assert parameters.keys() == plain.keys() and not got.training
+    for name, parameter in plain.items():
+        whole = parameters[name].full_tensor()
+        assert whole.dtype == torch.float32 and whole.equal(parameter), f"{folder}: {name}"
+    buffers, computed = dict(got.named_buffers()), dict(expected.named_buffers())
+    assert buffers.keys() == computed.keys()
+    for name, buffer in computed.items():
+        assert buffers[name].dtype == buffer.dtype and buffers[name].equal(buffer), f"{folder}: {name}"
+    stored = set(got.state_dict()) & buffers.keys()
+    sharded = [parameter for parameter in parameters.values() if isinstance(parameter, DTensor)]
+    held = sum(parameter.to_local().numel() for parameter in sharded)
+    # Of an expert whose rows are divided a rank reads all, if files have it by itself.
+    divided = [parameter for parameter in sharded if any(placement.is_shard(1) for placement in parameter.placements)]
+    more = sum(parameter.numel() - parameter.to_local().numel() for parameter in divided)
+    needed = held + sum(buffers[name].numel() for name in stored)
+    if got.config.model_type in STORED_APART:
+        assert needed <= sum(READ) < 1.1 * needed, f"{folder}: read {sum(READ)} of {held}"
+    else:
+        assert sum(READ) in (needed, needed + more), f"{folder}: read {sum(READ)} of {held}"
+
+
+@joined()
+def reading_rank(*folders_and_heads: str) -> None:
+    """Compare the models in folders, each followed by its head."""
+    trainer_model.StoredWeights = Counted  # type: ignore[misc]
+    for folder, head in zip(folders_and_heads[::2], folders_and_heads[1::2], strict=True):
+        compare(folder, head)
+
 
 LORA: dict[str, Any] = {"lora": {"rank": 4, "targets": ["q_proj", "down_proj"]}, "learning_rate": 1e-2}
 HAS_PEFT = importlib.util.find_spec("peft") is not None
@@ -83,7 +238,7 @@ def found(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
         options = {case: keys for case, keys in OPTIONS[group].items() if HAS_PEFT or "lora" not in keys}
         file = out / f"{group[0]}-{group[1]}.safetensors"
         arguments = [str(folder), str(file), json.dumps(options)]
-        run_ranks("tests.contracts.trainer.workers.sharding", *arguments, ranks=group[0])
+        run_ranks("tests.contracts.trainer.test_sharding:sharding_rank", *arguments, ranks=group[0])
         return load_file(file)
 
     def of_case(ranks: int, case: str, weights: str = "") -> dict[str, Tensor]:
@@ -152,7 +307,7 @@ def test_gradients_are_those_of_separate_rows(tmp_path: Path) -> None:
     saved("llama", tmp_path / "model")
     out = tmp_path / "found.json"
     arguments = [str(tmp_path / "model"), str(out), json.dumps(PREFIXES_OPTIONS)]
-    run_ranks("tests.contracts.trainer.workers.prefixes", *arguments, ranks=2, timeout_s=500)
+    run_ranks("tests.contracts.trainer.test_sharding:prefixes_rank", *arguments, ranks=2, timeout_s=500)
     found = json.loads(out.read_text())
     assert found.keys() == PREFIXES_OPTIONS.keys()
     for case, told in found.items():
@@ -208,4 +363,4 @@ def test_each_rank_reads_its_part_of_what_transformers_loads(
         )
         arguments += [str(folder), head]
         assert (len(list(folder.glob("*.safetensors"))) > 2) == ("files" in options), case
-    run_ranks("tests.contracts.trainer.workers.pretrained", *arguments, ranks=3)
+    run_ranks("tests.contracts.trainer.test_sharding:reading_rank", *arguments, ranks=3)

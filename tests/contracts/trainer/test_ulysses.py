@@ -15,8 +15,7 @@ from transformers import AutoConfig
 
 from rl_async.trainer.families import FAMILIES, why_not_shared
 from rl_async.trainer.packing import pack
-from tests.contracts.trainer.test_training import LAYERS, TERMS, train
-from tests.contracts.trainer.workers.update import RATE, STEPS
+from tests.contracts.trainer.test_training import LAYERS, RATE, STEPS, TERMS, train
 from tests.support.families import COMMON, DISTINCT, SPECIAL, config_of, saved
 from tests.support.forked import run_ranks
 from tests.support.once import once
