@@ -2,6 +2,7 @@
 
 import logging
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,26 +12,30 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from rl_async.configs.schema.algorithm import AlgorithmConfig
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.queue import QueueConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import CheckpointDamaged
 from rl_async.model_files import experts_of
+from rl_async.trainer.actor_critic import Models, build_models
 from rl_async.trainer.checkpoints import (
     FORMAT,
     MOMENT,
     CheckpointSchedule,
     CheckpointState,
     Part,
+    Saver,
     StoredShards,
     begin,
     digest,
     drop_unfinished,
     files_in,
     list_checkpoints,
+    load_checkpoint,
     newest_whole,
     own_parts,
     prune,
@@ -38,12 +43,17 @@ from rl_async.trainer.checkpoints import (
     temporary_folder,
     write_manifest,
     write_shards,
+    write_whole,
 )
-from rl_async.trainer.export import SHARDS, WEIGHTS, WHOLE, write_model
+from rl_async.trainer.export import SHARDS, WEIGHTS, WHOLE, export, write_model
 from rl_async.trainer.families import FAMILIES
+from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.model import MODEL_FOLDER, build_headed
 from rl_async.weight_sync.experts import PUBLISHED
+from tests.contracts.trainer.workers.critic import CRITICS, state, train
 from tests.support.families import COMMON, SPECIAL
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def due(steps: int, every: int, batch_bytes: int, max_bytes: int = 1000) -> list[int]:
@@ -203,8 +213,6 @@ def test_there_need_not_be_any(tmp_path: Path) -> None:
     assert newest_whole(tmp_path / "checkpoints") is None
 
 
-pytestmark = pytest.mark.usefixtures("one_rank")
-
 WHOLE_TENSORS = torch.arange(28.0).reshape(7, 4)
 BOXES = [
     (slice(0, 1), slice(0, 3)),
@@ -334,3 +342,66 @@ def test_names_are_known_for_all_families_with_experts() -> None:
     sparse = {kind for kind in FAMILIES if experts_of(AutoConfig.for_model(kind, **(COMMON | SPECIAL.get(kind, {}))))}
     stacked = {"gpt_oss", "granitemoe", "granitemoehybrid", "kimi_linear", "nemotron_h"}
     assert sparse == PUBLISHED.keys() | stacked
+
+
+# A checkpoint as the first format had it, made out of one of today: whole tensors, no manifest, no format.
+
+
+def moments(models: Models) -> dict[str, Tensor]:
+    found = {}
+    for folder, model in models.trained().items():
+        assert isinstance(model, Fsdp2Backend) and model.optimizer is not None
+        for name, parameter in model.model.named_parameters():
+            for key, value in model.optimizer.state[parameter].items():
+                found[f"{folder}.{name}.{key}"] = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return found
+
+
+def made_first(checkpoint: Path, models: Models) -> None:
+    """Rewrite it as the first format."""
+    for name in models.trained():
+        folder = checkpoint / name
+        write_whole(folder / SHARDS, folder / "optimizer.safetensors", lambda n: n if MOMENT in n else None)
+        shutil.rmtree(folder / SHARDS)
+    (checkpoint / "manifest.json").unlink()
+    (checkpoint / "state.json").write_text('{"step":2,"lineage":1,"kl_coef":0.25}')
+
+
+# The learning rate goes on from where the schedule was.
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("kind", CRITICS)
+def test_it_is_gone_on_from_and_exported(model_folder: Path, tmp_path: Path, kind: str) -> None:
+    config = RunConfig(
+        model=ModelConfig(path=str(model_folder), dtype="float32"),
+        data=DataConfig(path="none"),
+        algorithm=AlgorithmConfig(advantage="gae", correction="bypass_ppo_clip"),
+        critic=CRITICS[kind],
+        trainer=TrainerConfig(learning_rate=1e-3, minibatches=1, max_tokens_per_microbatch=60),
+    )
+    models = build_models(config, "cpu")
+    for step in range(2):
+        train(models, step, config)
+    saver = Saver(tmp_path / "checkpoints", keep=1, timeout_s=60)
+    saver.save(models.trained(), CheckpointState(step=2, lineage=1, kl_coef=0.25, format=FORMAT), b"snapshot")
+    saver.wait()
+    checkpoint = tmp_path / "checkpoints" / "step-000002"
+    made_first(checkpoint, models)
+
+    again = build_models(config, "cpu")
+    assert newest_whole(tmp_path / "checkpoints") == checkpoint
+    assert load_checkpoint(checkpoint, again.trained()) == (CheckpointState(2, 1, 0.25), b"snapshot")
+    weights, read = (state(one, tmp_path / name) for one, name in ((models, "written"), (again, "read")))
+    for found, wanted in ((read, weights), (moments(again), moments(models))):
+        assert found.keys() == wanted.keys() and all(found[name].equal(wanted[name]) for name in wanted)
+
+    (tmp_path / ".policy.12345").mkdir()  # of an export that was killed
+    assert export(tmp_path, tmp_path / "policy") == 2
+    assert not list(tmp_path.glob(".policy.*"))
+    policy = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "policy").named_parameters())
+    assert all(tensor.equal(weights[f"export.{name}"]) for name, tensor in policy.items())
+    if kind == "own":
+        export(tmp_path, tmp_path / "critic", part="critic")
+        critic = dict(AutoModel.from_pretrained(tmp_path / "critic").named_parameters())
+        assert all(tensor.equal(weights[f"critic.{name}"]) for name, tensor in critic.items())
+        head = load_file(tmp_path / "critic" / "value_head.safetensors")
+        assert head["weight"].equal(weights["critic.value_head.weight"]) and head["weight"].any()
