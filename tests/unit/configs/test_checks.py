@@ -1,15 +1,16 @@
 """Configs that are refused, with the keys and the way out, and configs that are not."""
 
+import math
 from importlib.util import find_spec
 from typing import Any, get_args
 
 import pytest
 
-from rl_async.configs.checks import gateway_problem, mcp, plays_itself, unrewarded, without_effect
+from rl_async.configs.checks import gateway_problem, mcp, plays_itself, problems, unrewarded, without_effect
 from rl_async.configs.derived import Transport, compute_type, is_baseline, samples_per_group
 from rl_async.configs.engines import ENGINES, EngineKind, EngineTraits
 from rl_async.configs.load import load_config
-from rl_async.configs.schema.algorithm import ADVANTAGES, AlgorithmConfig
+from rl_async.configs.schema.algorithm import ADVANTAGES, AlgorithmConfig, band, limits
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.rollout import RolloutConfig
 from rl_async.configs.schema.run import RunConfig
@@ -517,6 +518,7 @@ def test_programs_behind_a_gateway_have_servers_of_their_own() -> None:
         config({"command": "x"}, gateway={})
 
 
+OPTIONS = "algorithm.correction_options"
 REFUSED = [
     (["algorithm.loss=decoupled_ppo"], ["algorithm.loss=decoupled_ppo", "algorithm.correction=decoupled_token_is"]),
     (["algorithm.loss=m2po", "algorithm.correction=bypass_ppo_clip"], ["algorithm.loss=m2po", "bypass_ppo_clip"]),
@@ -595,6 +597,23 @@ REFUSED = [
         ["algorithm.kl.unbiased", "k2"],
     ),
     (["algorithm.loss=clip_kov"], ["clip_kov", "clip_cov"]),
+    (["algorithm.correction=decoupled_token"], ["algorithm.correction", "decoupled_token_i"]),
+    ([f"{OPTIONS}.band=2_1"], [f"{OPTIONS}.band", "'2_1'"]),
+    ([f"{OPTIONS}.band=0.5_2.0", f"{OPTIONS}.cap=2"], [OPTIONS, "cap and band"]),
+    (["algorithm.correction=disabled", f"{OPTIONS}.cap=2"], [f"{OPTIONS}.cap", f"{OPTIONS}.weight"]),
+    (["algorithm.correction=decoupled_geo_rs", f"{OPTIONS}.normalise=true"], [f"{OPTIONS}.normalise"]),
+    ([f"{OPTIONS}.reject={{seq_min_k1: 0.9_1.1}}"], ["reject.seq_min_k1", "seq_mean_k1"]),
+    ([f"{OPTIONS}.reject={{token_k1: 0.5}}"], ["reject.token_k1", "c > 1"]),
+    ([f"{OPTIONS}.reject={{token_k3: 0.1_0.2}}"], ["reject.token_k3", "> 0"]),
+    ([f"{OPTIONS}.age_weights=[1, -1]"], ["age_weights"]),
+    (
+        ["algorithm.correction=bypass_pg_is", f"{OPTIONS}.normalise=true"],
+        [f"{OPTIONS}.normalise", "algorithm.correction=bypass_pg_is", "whole batch"],
+    ),
+    (
+        ["algorithm.correction=bypass_ppo_clip", f"{OPTIONS}.weight=token"],
+        [f"{OPTIONS}.weight", "algorithm.loss=ppo", "twice"],
+    ),
 ]
 ACCEPTED = [
     ["algorithm.advantage=remax", "rollout.group_size=1", "algorithm.shaping.dynamic_sampling=true"],
@@ -681,3 +700,31 @@ def test_the_last_sample_of_a_training_group_is_the_greedy_one() -> None:
     remax = derived_config("remax")
     assert [is_baseline(remax, "train", sample) for sample in range(6)] == [False] * 5 + [True]
     assert not is_baseline(remax, "eval", 5)
+
+
+# What can be asked of a correction: wrong values and combinations are refused, naming the key.
+
+
+def test_a_loss_of_the_users_own_is_not_silently_replaced() -> None:
+    assert load_config("calculator", ["algorithm.correction=bypass_pg_is", "algorithm.loss=reinforce"])
+    assert load_config("calculator", ["algorithm.correction=bypass_pg_is"])
+    config = RunConfig(
+        model=ModelConfig(path="m"),
+        data=DataConfig(path="d"),
+        algorithm=AlgorithmConfig(correction="bypass_pg_is", loss="gspo"),
+    )
+    assert any("algorithm.loss=gspo asks for another" in problem for problem in problems(config))
+
+
+def test_yaml_does_not_take_bands_for_numbers() -> None:
+    config = load_config("calculator", [f"{OPTIONS}.reject={{token_k1: 0_5, seq_sum_k1: 0.5_3}}"])
+    assert config.algorithm.correction_options.reject == {"token_k1": "0_5", "seq_sum_k1": "0.5_3"}
+    assert load_config("calculator", [f"{OPTIONS}.band=0.5_5"]).algorithm.correction_options.band == "0.5_5"
+
+
+def test_bands_and_limits() -> None:
+    assert band("0.6_1.4") == (0.6, 1.4) and band("0_5") == (0.0, 5.0)
+    assert limits("seq_mean_k1", 2) == (0.5, 2.0) and limits("seq_mean_k3", "0.01") == (-math.inf, 0.01)
+    for text in ("1", "0.5-2", "-1_2", "a_b", "nan_1", "1_nan", "0_inf"):
+        with pytest.raises(ConfigError, match="low_high"):
+            band(text)
