@@ -25,7 +25,6 @@ def make_model(folder: Path, experts: int) -> Path:
         num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
         num_experts=experts,
         num_experts_per_tok=2,
         moe_intermediate_size=64,
