@@ -137,7 +137,9 @@ READERS: dict[str, Callable[[Path], Series]] = {
 
 
 @pytest.mark.filterwarnings("ignore")  # theirs, while their files are read
-@pytest.mark.parametrize("tracker", READERS)
+@pytest.mark.parametrize(
+    "tracker", [pytest.param(name, marks=[pytest.mark.slow] * (name != "tensorboard")) for name in READERS]
+)
 def test_a_tracker_keeps_every_number_in_one_run_and_sends_nothing(tracker: str, tmp_path: Path) -> None:
     for module in {tracker, "swanlab"} if tracker == "wandb" else {tracker}:
         if find_spec(module) is None:
