@@ -69,7 +69,7 @@ def to_host(tensor: Tensor) -> Tensor:
     """
     if tensor.device.type == "cpu":
         return tensor
-    return _host_buffer(tensor, tensor.device.type).copy_(tensor)
+    return host_buffer(tensor, tensor.device.type).copy_(tensor)
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
@@ -80,10 +80,10 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     kind = torch.device(device).type
     if kind == "cpu":
         return tensor
-    return _host_buffer(tensor, kind).copy_(tensor).to(device, non_blocking=True)
+    return host_buffer(tensor, kind).copy_(tensor).to(device, non_blocking=True)
 
 
-def _host_buffer(like: Tensor, kind: str) -> Tensor:
+def host_buffer(like: Tensor, kind: str) -> Tensor:
     """Return host memory of a tensor's shape: pinned, if this process's accelerator is of this kind."""
     here = torch.accelerator.current_accelerator(check_available=True)
     if here is not None and here.type == kind:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rl_async.accelerators import graphs_of
 from rl_async.rollout_server.embedded.sampler import Sampler
-from rl_async.torch_shared import to_device
+from rl_async.torch_shared import host_buffer, to_device
 
 log = logging.getLogger("rl_async.engine")
 # Computes logits [rows, V] from the last tokens [rows], their positions [rows] and the number of keys to read.
@@ -60,7 +60,7 @@ def _captured(capture: Capture, step: Step) -> Step:
 class StaticSteps:
     """The rows of a batch of at most ``max_rows``, as tensors on ``device``, and the steps that were captured.
 
-    ``place`` writes the rows; afterwards only steps, ``compact`` and ``sample_by`` change them.
+    ``place`` writes the rows; afterwards only steps and ``compact`` change them.
     """
 
     def __init__(self, max_rows: int, device: torch.device, capture: Capture) -> None:
@@ -70,9 +70,8 @@ class StaticSteps:
         self._drawn = torch.zeros((max_rows, 1), dtype=torch.float64, device=device)
         # Tokens and log-probabilities side by side: float64 holds both exactly, and one copy takes them to the host.
         self._results = torch.zeros((max_rows, 2), dtype=torch.float64, device=device)
-        on_host = device.type == "cpu"
-        self._ring = [torch.zeros((max_rows, 2), dtype=torch.float64, pin_memory=not on_host) for _ in range(2)]
-        self._copied = [None if on_host else torch.Event(device) for _ in range(2)]
+        self._ring = [host_buffer(self._results, device.type) for _ in range(2)]
+        self._copied = [torch.get_device_module(device).Event() for _ in range(2)]
         self._turn = 0
         self._view: Tensor | None = None
         # The first sampler of each kind, whose tensors steps read, and the one that was adopted last.
@@ -142,12 +141,10 @@ class StaticSteps:
         ring, copied = self._ring[self._turn], self._copied[self._turn]
         self._turn ^= 1
         ring[:count].copy_(self._results[:count], non_blocking=True)
-        if copied is not None:
-            copied.record()
+        copied.record()
 
         def results() -> list[list[float]]:
-            if copied is not None:
-                copied.synchronize()
+            copied.synchronize()
             found: list[list[float]] = ring[:count].tolist()
             return found
 
