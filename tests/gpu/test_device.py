@@ -22,6 +22,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.messages import Sampling
 from rl_async.rollout_server.embedded.core import EngineCore, Sequence
+from rl_async.rollout_server.embedded.static_steps import capture_for
 from rl_async.trainer import attention
 from rl_async.trainer.actor_critic import build_models
 from rl_async.trainer.algorithms.algorithm import build
@@ -72,24 +73,35 @@ def test_training_step_and_export_on_cuda(model_folder: Path, critic: CriticConf
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
-def test_the_engine_agrees_with_a_plain_forward_pass_on_cuda(model_folder: Path) -> None:
+@pytest.mark.parametrize("decode", ["eager", "static"])
+def test_the_engine_agrees_with_a_plain_forward_pass_on_cuda(
+    model_folder: Path, decode: str, caplog: pytest.LogCaptureFixture
+) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval().to("cuda")
-    core = EngineCore(model, max_batch=8, max_length=64)
-    todo = [
-        Sequence(str(i), list(range(3, 8 + i)), Sampling(), 20, frozenset(), None, lambda _: None) for i in range(20)
-    ]
-    for sequence in todo:
-        core.add(sequence)
-    while core.waiting or core.running:
-        core.step()
-    for sequence in todo:
+    core = EngineCore(model, max_batch=8, max_length=64, capture=capture_for(decode, torch.device("cuda")))
+    for _ in range(2):
+        todo = [
+            Sequence(str(i), list(range(3, 8 + i)), Sampling(), 20, frozenset(), None, lambda _: None)
+            for i in range(20)
+        ]
+        for sequence in todo:
+            core.add(sequence)
+        while core.waiting or core.running:
+            core.step()
+        for sequence in todo:
+            with torch.no_grad():
+                logits = model(torch.tensor([sequence.tokens], device="cuda")).logits[0].float()
+            start = sequence.prompt_length
+            expected = logits.log_softmax(-1).cpu()[range(start - 1, len(sequence.tokens) - 1), sequence.sampled]
+            assert (expected - torch.tensor(sequence.logprobs)).abs().max() < 1e-3  # tf32 and other kernels
+        # Graphs read the weights in place.
         with torch.no_grad():
-            logprobs = model(torch.tensor([sequence.tokens], device="cuda")).logits[0].float().log_softmax(-1).cpu()
-        start = sequence.prompt_length
-        expected = logprobs[range(start - 1, len(sequence.tokens) - 1), sequence.sampled]
-        assert (expected - torch.tensor(sequence.logprobs)).abs().max() < 1e-3  # tf32 and other kernels
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+        core.weights_changed()
+    assert "captured" not in caplog.text
 
 
 # Liger's kernels, FlashAttention and shared rows compute on GPUs what plain operations do there, up to rounding.
