@@ -10,6 +10,7 @@ import pytest
 
 from rl_async.configs.load import load_config
 from rl_async.launcher.cli.__main__ import main
+from rl_async.messages import Turn
 
 ROOT = Path(__file__).parents[3]
 RECIPES = ROOT / "examples" / "recipes"
@@ -64,6 +65,7 @@ def test_a_dry_run_takes_each_recipe(
         script, package = SCRIPTS[name]
         if package:
             pytest.importorskip(package)
+        monkeypatch.setattr("sys.argv", [script])
         runpy.run_path(str(RECIPES / name / script), run_name="__main__")
     elif name == "distillation":
         given = [f"algorithm.teacher.path={chat_model}"]
@@ -77,6 +79,22 @@ def test_a_dry_run_takes_each_recipe(
         # Its eight GPUs' batch does not fit the memory of a small machine.
         given += ["data.train_batch_groups=16", "rollout.engines=1", "trainer.ranks=1", "trainer.sequence_parallel=1"]
     assert main(["launch", "--config", f"examples/recipes/{name}/config.yaml", "--dry-run", *given]) == 0
+
+
+def test_moves_of_nim_are_counted() -> None:
+    tally = runpy.run_path(str(RECIPES / "self_play" / "nim.py"))["tally"]
+    said = [
+        ("user", "Current Pile:\n  pile 0: 2\n  pile 1: 3"),
+        ("assistant", "[1 5]"),
+        ("user", "Cannot remove 5 from pile 1 (only 3 left)."),
+        ("assistant", "[1 1]"),
+        ("user", "  pile 0: 2\n  pile 1: 2\n  pile 0: 1\n  pile 1: 2"),
+        ("assistant", "[0 1]"),
+        ("user", "  pile 0: 1\n  pile 1: 1"),
+        ("assistant", "no move"),
+    ]
+    found = tally(Turn(role=role, text=text) for role, text in said)
+    assert found == {"moves": 4, "broken": 2, "winning": 3, "won": 1}
 
 
 def test_every_config_loads_also_those_that_no_dry_run_takes() -> None:
