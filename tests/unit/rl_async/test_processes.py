@@ -270,6 +270,38 @@ def test_a_full_disk_ends_nothing(tmp_path: Path) -> None:
     file.close()
 
 
+def test_settling_waits_for_a_slow_reader() -> None:
+    reading, writing = os.pipe()
+    out, data, received = SteadyOutput(writing, owned=True), b"x" * (3 * 65536), bytearray()
+    out.write(data)
+    full = drain(reading)
+    out.settle(0.0)
+
+    def read() -> None:
+        # The pipe is full again, and settling waits for this.
+        waiting.wait(30)
+        while len(received) < len(data) - len(full):
+            received.extend(drain(reading))
+
+    waiting = threading.Event()
+    reader = threading.Thread(target=read)
+    reader.start()
+    threading.Timer(0.2, waiting.set).start()
+    out.settle(30.0)
+    out.close()
+    reader.join()
+    assert full + received == data
+    os.close(reading)
+
+
+def test_output_keeps_its_encoding_and_escapes_what_that_lacks() -> None:
+    code = "from rl_async.process.role import *; steady_output(); print('\xfc \u20ac'); settle_output()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONIOENCODING": "latin-1"}, capture_output=True, check=True
+    )
+    assert done.stdout == b"\xfc \\u20ac\n"
+
+
 def test_a_file_is_appended_to(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("before\n")
     with steady_file(tmp_path / "log") as file:
