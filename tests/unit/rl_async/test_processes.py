@@ -279,18 +279,18 @@ def test_settling_waits_for_a_slow_reader() -> None:
 
     def read() -> None:
         # The pipe is full again, and settling waits for this.
-        waiting.wait(30)
-        while len(received) < len(data) - len(full):
+        over.wait(0.2)
+        while not over.is_set():
             received.extend(drain(reading))
 
-    waiting = threading.Event()
+    over = threading.Event()
     reader = threading.Thread(target=read)
     reader.start()
-    threading.Timer(0.2, waiting.set).start()
     out.settle(30.0)
-    out.close()
+    over.set()
     reader.join()
-    assert full + received == data
+    out.close()
+    assert full + received + drain(reading) == data
     os.close(reading)
 
 
