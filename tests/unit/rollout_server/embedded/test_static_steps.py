@@ -41,7 +41,7 @@ class Recording(TorchDispatchMode):
         self.replays = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict[str, Any](kwargs or {})
+        kwargs = dict(kwargs or {})
         masks = any(isinstance(x, Tensor) and x.dtype == torch.bool for x in tree_leaves(args[1:2]))
         # The shape of an index operation depends on data only if it selects by a mask.
         dynamic = masks if function in INDEXING else any(tag in function.tags for tag in REFUSED)
