@@ -124,21 +124,20 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_model(folder: Path) -> Path:
     """Write the model of ``model_folder``."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        tie_word_embeddings=True,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    Qwen3ForCausalLM(tiny_config(tie_word_embeddings=True)).save_pretrained(folder)
     return save_tokenizer(folder)
+
+
+def tiny_config(**options: Any) -> Any:
+    """The config of a Qwen3 of 2 layers, with options changed or added."""
+    from transformers import Qwen3Config
+
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    return Qwen3Config(**(sizes | heads | options))
 
 
 def save_tokenizer(folder: Path) -> Path:

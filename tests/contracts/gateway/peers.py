@@ -29,6 +29,8 @@ from rl_async.rollout_server.api import GenerateRequest, GenerateResult, Heard
 from tests.contracts.engines.engine_peers import Peer
 from tests.unit.agent_loop.fakes import ScriptedEngine
 
+CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "2+3"}}</tool_call>'
+
 
 class Queue:
     """Has one group, keeps what comes (once ``takes`` is set, as it is), and is over when told to."""

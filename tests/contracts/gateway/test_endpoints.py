@@ -26,7 +26,7 @@ from rl_async.configs.load import load_config
 from rl_async.configs.schema.rollout import EndpointConfig, GatewayConfig
 from rl_async.gateway import Gateway
 from rl_async.launcher.runs.evaluate import HeldOutSamples, play
-from tests.contracts.gateway.peers import RunningGateway
+from tests.contracts.gateway.peers import CALL, RunningGateway
 from tests.support.forked import fork
 from tests.unit.agent_loop.conftest import demos
 from tests.unit.agent_loop.fakes import leased, run_config
@@ -169,9 +169,6 @@ def test_other_paths_say_what_to_use(start: Any, path: str, word: str) -> None:
 def test_wrong_methods_name_the_right_one(start: Any, method: str, path: str, allowed: str) -> None:
     status, answer, headers = ask(start("5"), method, path)
     assert status == 405 and allowed in headers["Allow"] and allowed in answer["error"]["message"]
-
-
-CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "2+3"}}</tool_call>'
 
 
 async def test_an_open_episode_can_be_evaluated(start: Callable[..., RunningGateway], tmp_path: Path) -> None:

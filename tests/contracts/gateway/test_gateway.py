@@ -22,13 +22,12 @@ from rl_async.process.http_auth import make_tokens, token_file
 from rl_async.process.role import bind
 from rl_async.process.run_files import Endpoints, write_endpoints
 from tests.contracts.engines.engine_peers import running
-from tests.contracts.gateway.peers import gateway_process, make_model, serve_as_version_0
+from tests.contracts.gateway.peers import CALL, gateway_process, make_model, serve_as_version_0
 from tests.contracts.queue.peers import RunningQueue
 from tests.support.queue import sync_client
 from tests.support.rounding import PlainPass, assert_near
 
 openai = pytest.importorskip("openai", reason="install the openai client: pip install openai")
-CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "2+3"}}</tool_call>'
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 
 

@@ -7,12 +7,11 @@ import pytest
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.gateway import Gateway, RemoteEpisode
-from tests.contracts.gateway.peers import RunningGateway
+from tests.contracts.gateway.peers import CALL, RunningGateway
 
 openai = pytest.importorskip("openai", reason="install the openai client: pip install openai")
 pydantic = pytest.importorskip("pydantic", reason="install it: pip install pydantic")
 
-CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "2+3"}}</tool_call>'
 PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}}
 CALCULATOR = {"type": "function", "name": "calculator", "description": "Evaluate.", "parameters": PARAMETERS}
 END = "<|im_end|>"

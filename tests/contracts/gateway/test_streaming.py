@@ -13,11 +13,10 @@ from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.errors import EngineLost
 from rl_async.messages import Version, VersionRun
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult, Heard
-from tests.contracts.gateway.peers import RunningGateway
+from tests.contracts.gateway.peers import CALL, RunningGateway
 from tests.unit.agent_loop.fakes import leased, run_config
 
 DIALECTS = ("chat", "responses", "completions", "messages")
-CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "2+3"}}</tool_call>'
 SCHEMA = {"type": "object", "properties": {"expression": {"type": "string"}}}
 END = "<|im_end|>"
 WAIT_S = 60

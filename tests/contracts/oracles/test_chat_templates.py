@@ -31,6 +31,7 @@ from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from tests.conftest import vllm_python
 from tests.contracts.oracles.oracle import oracle_python
 from tests.support.tiny_models import byte_tokenizer
+from tests.unit.agent_loop.chat_formats.test_render import CHATML, XML
 
 pytestmark = pytest.mark.slow
 
@@ -392,8 +393,6 @@ WHOLE = {
     "agree",
     "a function that was not offered, whose arguments have no types",
 }  # what texts as they should be may be
-CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{# TOKENS #}"
-XML = "<think></think><tool_call></tool_call><tool_response></tool_response>"
 
 
 class Family(NamedTuple):

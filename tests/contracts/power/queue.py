@@ -13,16 +13,15 @@ import msgspec
 
 from rl_async.files import make_durable_folder
 from rl_async.messages import Done, Reserved, Version
-from rl_async.transfer_queue.admission import QueueSettings
 from rl_async.transfer_queue.delivery import Counted
 from rl_async.transfer_queue.journal import Journal, SqliteJournal, Synchronous
 from rl_async.transfer_queue.ledger import COMPACTED, Ledger
 from rl_async.transfer_queue.server import JournalRecorder, recover
 from rl_async.transfer_queue.store import Feed, Store
+from tests.contracts.queue.peers import SETTINGS
 from tests.contracts.queue_storage.journals import header
 from tests.support.power.cuts import Change, mark, marks_of
 
-SETTINGS = QueueSettings(steps=50, batch_groups=2, group_size=2, lease_s=30.0)
 RUN = "run"
 STEPS = 5
 

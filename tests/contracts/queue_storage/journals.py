@@ -22,11 +22,10 @@ from rl_async.transfer_queue.journal import Journal, MemoryJournal, SqliteJourna
 from rl_async.transfer_queue.redis_journal import RedisJournal
 from rl_async.transfer_queue.shard import run_shard
 from rl_async.transfer_queue.store import Feed, Store
-from tests.contracts.queue.peers import RunningQueue
+from tests.contracts.queue.peers import SETTINGS, RunningQueue
 from tests.support.ports import free_port
 
 OpenJournal = Callable[[], Journal]
-SETTINGS = QueueSettings(steps=50, batch_groups=2, group_size=2, lease_s=30.0)
 EVAL_TASK = Task(task_id="e", data_source="", prompt=[], ground_truth="")
 
 

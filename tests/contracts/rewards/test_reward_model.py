@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForSequenceClassification
+from transformers import PreTrainedTokenizerFast, Qwen3ForSequenceClassification
 
 from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
 from rl_async.agent_loop.toy_tasks import KINDS
@@ -25,6 +25,7 @@ from rl_async.process.http_auth import TOKEN_FILE, bearer, make_tokens, run_toke
 from rl_async.reward_loop.api import Conversation, ScorerFailed
 from rl_async.reward_loop.scorers.reward_model import RewardModel
 from rl_async.reward_loop.server import classifier
+from tests.conftest import tiny_config
 from tests.support.forked import Forked
 from tests.support.ports import free_port
 from tests.support.rounding import pass_rounding
@@ -37,14 +38,8 @@ TOLERANCE = pass_rounding(32 * 0.3, layers=2, terms=LONGEST)
 
 def make_classifier(folder: Path, tokenizer: PreTrainedTokenizerFast, labels: int) -> None:
     torch.manual_seed(1)
-    shape = Qwen3Config(
+    shape = tiny_config(
         vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
         max_position_embeddings=LONGEST,
         pad_token_id=tokenizer.eos_token_id,  # as many tokenizers have it: the token that ends a turn
         initializer_range=0.3,

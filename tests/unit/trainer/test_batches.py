@@ -111,10 +111,11 @@ def test_a_request_to_stop_ends_the_wait() -> None:
 CONFIG = RunConfig(model=ModelConfig(path="m"), data=DataConfig(path="none"))
 
 
-class ChangedRowsQueue:
+class ChangedRowsQueue(SourceQueue):
     """Reserves one batch, and gives the rows of each answer in turn; the last again and again."""
 
     def __init__(self, *answers: list[Trajectory] | RowsLost) -> None:
+        super().__init__()
         self._answers = list(answers)
 
     def reserve(self, step: int, wait_s: float) -> Reserved | NotReady:
@@ -128,18 +129,6 @@ class ChangedRowsQueue:
             raise answer
         announced_rows(headers, list(map(messages.encode, answer)))
         return answer
-
-    def commit(self, step: int) -> Done:
-        return Done()
-
-    def retire(self, step: int) -> Done:
-        return Done()
-
-    def snapshot(self) -> bytes:
-        return b""
-
-    def tighten(self, max_staleness: int) -> Done:
-        return Done()
 
 
 @pytest.fixture

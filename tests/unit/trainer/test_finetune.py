@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForSequenceClassification
+from transformers import Qwen3ForSequenceClassification
 
 from rl_async.configs.schema.data import FinetuneConfig, WarmStartConfig
 from rl_async.errors import DataError, TrainingDiverged
@@ -27,6 +27,7 @@ from rl_async.trainer.finetune.chat_rows import (
 from rl_async.trainer.finetune.loop import collate, is_measured, keep_lines
 from rl_async.trainer.finetune.reward_model import PairTraining, TokenPair, accuracy, bradley_terry, train_pairs
 from rl_async.trainer.finetune.warm_start import Plateau, next_check
+from tests.conftest import tiny_config
 from tests.support.tiny_models import drawing, save_vision_model
 
 # Encoded conversations: what is mapped is what was written, and every epoch trains each of them once.
@@ -170,16 +171,7 @@ def test_gradients() -> None:
 
 def tiny() -> Qwen3ForSequenceClassification:
     torch.manual_seed(0)
-    shape = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        pad_token_id=None,
-    )
+    shape = tiny_config(vocab_size=VOCAB, num_hidden_layers=1, head_dim=16, pad_token_id=None)
     shape.num_labels = 1
     return Qwen3ForSequenceClassification(shape).eval()
 

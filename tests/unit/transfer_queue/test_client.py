@@ -9,7 +9,7 @@ import pytest
 
 from rl_async import messages, tracing
 from rl_async.errors import ProtocolError, QueueLost, RowsChanged, RowsLost
-from rl_async.messages import Done, Refused, Sampling, Task, Trajectory, TrajectoryHeader, Version
+from rl_async.messages import Done, Refused, Sampling, Task, Trajectory, Version
 from rl_async.tracing import Value
 from rl_async.transfer_queue import client
 from rl_async.transfer_queue.client import Outbox, Parcel, announced_rows, parcel
@@ -24,6 +24,7 @@ from rl_async.transfer_queue.transitions import (
     SamplesStored,
 )
 from tests.conftest import make_rows
+from tests.unit.transfer_queue.test_server import HEADER
 
 
 def row(sample: int, tokens: int = 4) -> Trajectory:
@@ -231,22 +232,7 @@ def leased(group: int, attempt: int, *, traced: bool = True) -> LeaseGiven:
 
 
 def stored(group: int, attempt: int, *, traced: bool = True) -> SamplesStored:
-    header = TrajectoryHeader(
-        group_id=group,
-        sample=0,
-        attempt=attempt,
-        partition="train",
-        episode_id="",
-        segment=0,
-        tokens=1,
-        sampled=1,
-        reward=0.0,
-        finish_reason="stop",
-        versions=[],
-        tokens_hash="",
-        traced=traced,
-    )
-    return SamplesStored(samples=[[header]])
+    return SamplesStored(samples=[[msgspec.structs.replace(HEADER, group_id=group, attempt=attempt, traced=traced)]])
 
 
 def test_an_episode_that_is_trained(spans: FakeSpans) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from rich.console import Console
-from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
 from rl_async.agent_loop.toy_tasks import make_pairs
@@ -44,6 +44,7 @@ from rl_async.reward_loop.server.classifier import load_classifier, score
 from rl_async.trainer.finetune.chat_rows import ROWS, ChatRows
 from rl_async.trainer.finetune.warm_start import WarmStartResult, warm_start
 from rl_async.trainer.images import ImageRow, Images, embedded, lay_images
+from tests.conftest import tiny_config
 from tests.e2e.small_runs import call
 from tests.support.tiny_models import byte_tokenizer, pickled
 
@@ -283,13 +284,9 @@ def causal(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("causal")
     tokenizer = train_tokenizer([pair.chosen for pair in read_pairs(str(data))], 150)
     torch.manual_seed(0)
-    shape = Qwen3Config(
+    shape = tiny_config(
         vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
         num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
         head_dim=16,
         max_position_embeddings=LONGEST,
         tie_word_embeddings=True,

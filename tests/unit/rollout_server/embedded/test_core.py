@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeForCausalLM
+from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 from rl_async import tracing
 from rl_async.errors import UserError
@@ -21,6 +21,7 @@ from rl_async.rollout_server.embedded.core import EngineCore, Sequence
 from rl_async.rollout_server.embedded.sampler import Sampler
 from rl_async.rollout_server.embedded.server import choice
 from rl_async.tracing import Value
+from tests.conftest import tiny_config
 from tests.support.rounding import PlainPass, assert_near, rounding
 from tests.support.tiny_models import chosen, sparse_model
 
@@ -28,17 +29,7 @@ from tests.support.tiny_models import chosen, sparse_model
 @pytest.fixture(scope="module")
 def model() -> Qwen3ForCausalLM:
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=90,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        tie_word_embeddings=True,
-    )
-    model = Qwen3ForCausalLM(config).eval()
+    model = Qwen3ForCausalLM(tiny_config(vocab_size=90, tie_word_embeddings=True)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2.0 if parameter.dim() == 2 else 1.0)  # away from the flat distribution of a fresh model
