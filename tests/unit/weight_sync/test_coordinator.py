@@ -471,7 +471,7 @@ async def test_the_pause_is_that_of_engines_that_generate_beside_the_trainer() -
     engines["lent"].wait_s = 1.0
     report = await fleet.publish(V0, buckets())
     own, lent = (fleet._members[name].pause_seconds for name in engines)
-    assert report.pause_seconds == own < lent
+    assert 1.0 < report.pause_seconds == own < lent < 10.0
 
 
 @pytest.mark.usefixtures("simulated_time")
@@ -491,8 +491,14 @@ async def test_only_a_request_without_any_answer_is_owed() -> None:
     assert member.unanswered and member.phase == "finish"
 
 
+@pytest.mark.parametrize(
+    ("hold", "sync"),
+    [("no", WeightSyncConfig()), ("keep", WeightSyncConfig(delta=True)), ("stage", WeightSyncConfig(staged=True))],
+)
 @pytest.mark.usefixtures("simulated_time")
-async def test_shards_are_begun_with_their_version_and_leave_the_devices_while_no_engine_is_there() -> None:
+async def test_shards_are_begun_with_their_version_and_leave_the_devices_while_no_engine_is_there(
+    hold: Hold, sync: WeightSyncConfig
+) -> None:
     class Recorded(RankShards):
         def __init__(self) -> None:
             self.calls: list[tuple[Any, ...]] = []
@@ -505,8 +511,8 @@ async def test_shards_are_begun_with_their_version_and_leave_the_devices_while_n
 
     shards = Recorded()
     with pytest.raises(WeightSyncError):
-        await make_fleet(Directory(), engine_wait_s=0.1).publish(V1, shards)
-    assert shards.calls[:2] == [(V1, "no"), ()]
+        await make_fleet(Directory(), sync=sync, engine_wait_s=0.1).publish(V1, shards)
+    assert shards.calls[:2] == [(V1, hold), ()]
 
 
 @pytest.mark.usefixtures("simulated_time")
@@ -572,6 +578,17 @@ async def test_suspended_engines_sleep_through_training_and_go_on_with_new_weigh
     assert "pause keep" not in engine.calls
     assert engine.asleep == late.asleep == set()
     loop.cancel()
+
+
+async def test_an_engine_that_serves_another_version_has_failed_and_is_not_lost() -> None:
+    class Forgets(Engine):
+        async def finish_update(self, version: Version) -> None:
+            await super().finish_update(V1)
+
+    member = FleetMember(EngineRecord(engine_id="a", url="a", kind="test"), Forgets())
+    outcome = await transfer([member], BucketShipment(SharedMemorySender(), buckets()), V0, 5.0)
+    (failure,) = outcome.failures
+    assert not failure.lost and not outcome.done and not member.serves(V0)
 
 
 async def test_an_engine_that_a_failed_wave_left_half_awake_gives_all_its_memory_back() -> None:
@@ -1018,7 +1035,10 @@ def test_ranks_wait_for_a_publication_that_takes_longer_than_a_collective_may(mo
         # Rank 0 says that it goes on, more than once.
         assert collective(False) and collective(False)
         go_on.set()
-        assert other.publish(Version(0, 1), []).engines == []
+        empty = SyncReport(
+            version=V1, seconds=0.0, waiting_seconds=0.0, pause_seconds=0.0, nbytes=0, engines=[], failures=[]
+        )
+        assert other.publish(V1, []) == empty
         assert directory.published == (Version(0, 1), ["slow"]) and met.empty()
         publishing.join(30)
 
