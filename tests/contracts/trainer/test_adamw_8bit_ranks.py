@@ -62,6 +62,8 @@ def test_other_ranks_continue_where_they_divide_whole_blocks_and_else_refuse(tmp
     saved = load_file(four / "saved-2.safetensors")
     go_on(tmp_path / "model-4", four, 1, 1, 2, **OPTIMIZER)
     assert same(saved, load_file(four / "loaded-1.safetensors"))
+    go_on(tmp_path / "model-4", four, 4, 2, 3, replicas=2, **OPTIMIZER)
+    assert same(load_file(four / "saved-1.safetensors"), load_file(four / "loaded-4.safetensors"))
     # One rank has its blocks of three experts one expert after the other, and two had the halves of each.
     with pytest.raises(AssertionError, match=r"trainer\.ranks"):
         go_on(tmp_path / "model-3", three, 1, 1, 2, **OPTIMIZER)
