@@ -92,30 +92,25 @@ def shares_memory(torch_device: str) -> bool:
     return any(one.handles for one in ACCELERATORS if one.torch_device == torch_device)
 
 
-def graphs_of(torch_device: str) -> Callable[[], Callable[[Callable[[], None]], Callable[[], None]]] | None:
-    """Return a maker of a function that captures calls in graphs of these devices, which share their working memory.
+def graphs_of(device_module: Any) -> Callable[[Callable[[], None]], Callable[[], None]] | None:
+    """Return a function that captures a call in a graph, by ``torch.cuda`` or the like; None where there are no graphs.
 
-    What it returns for a call replays its operations on the same tensors. None where devices have no graphs. Graphs of
-    one maker must never run at the same time.
+    What it returns for the call replays its operations on the same tensors. All graphs of one such function share their
+    working memory, so they must never run at the same time.
     """
-    if torch_device != "cuda":
+    if not hasattr(device_module, "CUDAGraph"):
         return None
-    import torch
+    pool = device_module.graph_pool_handle()
 
-    def make() -> Callable[[Callable[[], None]], Callable[[], None]]:
-        pool = torch.cuda.graph_pool_handle()
+    def capture(call: Callable[[], None]) -> Callable[[], None]:
+        graph = device_module.CUDAGraph()
+        # Other threads may be receiving weights; only this one must not do anything that a graph cannot hold.
+        with device_module.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            call()
+        replay: Callable[[], None] = graph.replay
+        return replay
 
-        def capture(call: Callable[[], None]) -> Callable[[], None]:
-            graph = torch.cuda.CUDAGraph()
-            # Other threads may be receiving weights; only this one must not do anything that a graph cannot hold.
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                call()
-            replay: Callable[[], None] = graph.replay
-            return replay
-
-        return capture
-
-    return make
+    return capture
 
 
 def collectives_version(device_module: Any) -> str:

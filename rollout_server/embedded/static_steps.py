@@ -42,10 +42,12 @@ def capture_for(decode: str | None, device: torch.device) -> Capture | None:
 
     Returns None for eager steps. Static steps on devices without graphs run their Python each time.
     """
-    graphs = graphs_of(device.type)
-    if decode == "eager" or (decode is None and graphs is None):
+    if decode == "eager":
         return None
-    return uncaptured if graphs is None else partial(_captured, graphs())
+    capture = graphs_of(torch.get_device_module(device))
+    if capture is None:
+        return None if decode is None else uncaptured
+    return partial(_captured, capture)
 
 
 def _captured(capture: Capture, step: Step) -> Step:
