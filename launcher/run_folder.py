@@ -28,13 +28,15 @@ from rl_async.transfer_queue.ledger import tells_end, tells_samples
 
 # Records, in a run folder, the files that were fetched for the run.
 SOURCES = "sources.json"
+# The config of a run before it was last resumed with other values.
+REPLACED = "config-before.yaml"
 # What ``handle.launch`` writes into the folder of a run before it starts the command.
 FUNCTIONS, GIVEN, OUTPUT = "functions", "given.yaml", Path("logs", "output.log")
 # Kept in a folder whose run made no sample, when a run of that name is started again.
 KEPT = (FUNCTIONS, GIVEN, "logs")
 # What a run writes, which one that made no sample leaves behind. Files of other names are the user's.
 WRITTEN = (
-    *("config.yaml", "queue*", "ledger.jsonl", "refused.jsonl", "lineage", "keys", "endpoints.json", "processes.json"),
+    *("config.yaml", REPLACED, "queue*", "ledger.jsonl", "refused.jsonl", "lineage", "keys", "endpoints.json", "processes.json"),
     *(SOURCES, "machine.json", "memory.json", "tools.json", "checkpoints", "trajectories", "ranks", "progress"),
     *("timeline", "stacks", "doctor.txt", "profiles", "prometheus", "view.sqlite*", "verdicts.sqlite*"),
 )
@@ -128,8 +130,8 @@ def resumed_run(
 ) -> tuple[RunConfig, Path]:
     """Find the named run, or the newest of that config, and apply ``overrides`` to its own resolved config.
 
-    Prints on stderr the keys that keep the run's values although the given config has others. Raises UserError if the
-    run does not exist or has no samples.
+    Prints on stderr the keys whose values change, and those that keep the run's although the given config has others.
+    Raises UserError if the run does not exist or has no samples.
     """
     # Loaded first, so that mistakes in the arguments are reported before anything about the run.
     preset = load_config(name_or_path, overrides, mode=mode)
@@ -147,6 +149,10 @@ def resumed_run(
         config = msgspec.structs.replace(config, mode=mode)
         check(config)
     _refuse_another_run(kept, config, preset, folder)
+    if changed := differences(kept, config):
+        values = [dict(leaves(msgspec.to_builtins(one))) for one in (kept, config)]
+        told = [f"{key} from {_said(values[0].get(key))} to {_said(values[1].get(key))}" for key in changed]
+        print(f"{folder.name} changes {', '.join(told)}; {REPLACED} keeps its config before", file=sys.stderr)
     if found := differences(config, as_settled(preset, folder)):
         print(
             f"{folder.name} keeps the config that it was started with, which differs from "
@@ -154,6 +160,12 @@ def resumed_run(
             file=sys.stderr,
         )
     return config, folder
+
+
+def _said(value: object) -> str:
+    """Return a value of a config as JSON, cut to half a line."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def differences(kept: RunConfig, given: RunConfig) -> list[str]:
@@ -238,12 +250,18 @@ def _refuse_another_run(before: RunConfig, config: RunConfig, preset: RunConfig,
 def create(config: RunConfig, folder: Path) -> None:
     """Make the folder, for this user only, unless it exists, and write the resolved config into it.
 
-    Both are durable, since no checkpoint can be resumed without its config.
+    Both are durable, since no checkpoint can be resumed without its config. One that is replaced by another stays as
+    ``REPLACED``.
     """
+    written = dump(config).encode()
     with removed_on_failure(folder):
         make_durable_folder(folder, 0o700)
         (folder / "logs").mkdir(exist_ok=True)
-        replace_file(folder / "config.yaml", dump(config).encode(), durable=True)
+        with suppress(FileNotFoundError):
+            before = (folder / "config.yaml").read_bytes()
+            if before != written:
+                replace_file(folder / REPLACED, before, durable=True)
+        replace_file(folder / "config.yaml", written, durable=True)
 
 
 @contextmanager

@@ -244,10 +244,18 @@ def test_resume_takes_the_newest_run_of_the_config(root: str) -> None:
     assert resumed_run("calculator", [root], mode="disaggregated")[1] == newest
 
 
-def test_resume_puts_overrides_on_top_of_the_runs_own_config(root: str) -> None:
-    make_run(root, "trainer.steps=3", "seed=7", name="mine", steps=(3,))
-    config, _ = resumed_run("calculator", [root, "trainer.steps=5"], name="mine")
+def test_resume_puts_overrides_on_top_of_the_runs_own_config_and_says_so(
+    root: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = make_run(root, "trainer.steps=3", "seed=7", name="mine", steps=(3,))
+    before = (made / "config.yaml").read_text()
+    config, folder = resumed_run("calculator", [root, "trainer.steps=5"], name="mine")
     assert (config.trainer.steps, config.seed, config.name) == (5, 7, "mine")
+    assert "mine changes trainer.steps from 3 to 5; config-before.yaml" in capsys.readouterr().err
+    create(config, folder)
+    assert (folder / "config-before.yaml").read_text() == before
+    create(resumed_run("calculator", [root], name="mine")[0], folder)
+    assert "changes" not in capsys.readouterr().err and (folder / "config-before.yaml").read_text() == before
 
 
 def test_resume_says_where_the_given_config_is_not_followed(
@@ -267,7 +275,8 @@ def test_resume_says_where_the_given_config_is_not_followed(
     assert config.trainer.learning_rate == 1e-3
     assert f"differs from {mine} in trainer.learning_rate; to change" in capsys.readouterr().err
     config, _ = resumed_run(str(mine), [root, "trainer.learning_rate=0.5"], name="mine")
-    assert config.trainer.learning_rate == 0.5 and capsys.readouterr().err == ""
+    told = "mine changes trainer.learning_rate from 0.001 to 0.5; config-before.yaml keeps its config before\n"
+    assert config.trainer.learning_rate == 0.5 and capsys.readouterr().err == told
 
 
 def test_resume_without_samples_or_a_complete_checkpoint_is_refused(root: str) -> None:
