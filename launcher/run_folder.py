@@ -36,7 +36,17 @@ FUNCTIONS, GIVEN, OUTPUT = "functions", "given.yaml", Path("logs", "output.log")
 KEPT = (FUNCTIONS, GIVEN, "logs")
 # What a run writes, which one that made no sample leaves behind. Files of other names are the user's.
 WRITTEN = (
-    *("config.yaml", REPLACED, "queue*", "ledger.jsonl", "refused.jsonl", "lineage", "keys", "endpoints.json", "processes.json"),
+    *(
+        "config.yaml",
+        REPLACED,
+        "queue*",
+        "ledger.jsonl",
+        "refused.jsonl",
+        "lineage",
+        "keys",
+        "endpoints.json",
+        "processes.json",
+    ),
     *(SOURCES, "machine.json", "memory.json", "tools.json", "checkpoints", "trajectories", "ranks", "progress"),
     *("timeline", "stacks", "doctor.txt", "profiles", "prometheus", "view.sqlite*", "verdicts.sqlite*"),
 )

@@ -504,6 +504,31 @@ def count_rows(file: Any) -> int | None:
         return sum(1 for line in lines if line.strip())
 
 
+def data_sources(file: Any) -> list[str]:
+    """Return the values of the column `data_source` of a Parquet or JSONL file; none where either is missing.
+
+    Raises ConfigError for a line that is not JSON.
+    """
+    path = Path(str(file))
+    if path.suffix not in (".parquet", ".jsonl") or not path.is_file():
+        return []
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        parquet = pyarrow.parquet.ParquetFile(path)
+        if "data_source" not in parquet.schema_arrow.names:
+            return []
+        found = parquet.read(columns=["data_source"]).column(0).unique().to_pylist()
+    else:
+        with path.open("rb") as lines:
+            try:
+                rows = [json.loads(line) for line in lines if line.strip()]
+            except ValueError as error:
+                raise ConfigError(f"{path}: a line is not JSON: {error}") from error
+        found = [row.get("data_source") for row in rows if isinstance(row, dict)]
+    return sorted({str(one) for one in found if one is not None})
+
+
 def resolve_references(values: Values) -> tuple[Values, list[str]]:
     """Fill in OmegaConf's ``${a.b}`` and ``${oc.select:a.b,default}``; the rest, by name, cannot be resolved."""
     resolved, left = {}, []

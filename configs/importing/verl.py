@@ -17,6 +17,7 @@ from rl_async.configs.importing.translation import (
     Translation,
     Values,
     count_rows,
+    data_sources,
     our_default,
     overridden,
     read_settings,
@@ -656,17 +657,21 @@ def _rewards(t: Translation) -> None:
         if path:
             functions: list[dict[str, Any]] = [{"name": f"{path}:{name}"}]
             t.put("reward.functions", functions, f"{section}.path")
-            t.notes.append(
-                f"reward.functions: {path}:{name} takes what scorers take here, which is not what verl passes"
-            )
+            if not Path(str(path)).is_file():
+                t.notes.append(f"reward.functions: there is no file {path} here")
             return
     if "reward.functions" in t.ours:
         return
-    files = str(t.take("data.train_files"))
-    if "gsm8k" in files or re.search(r"math|aime", files, re.IGNORECASE):
-        found = [["regex:#### (-?[0-9.,]+)", "boxed"] if "gsm8k" in files else "boxed"]
-        t.put("reward.functions", [{"name": "math", "extract": found}], "data.train_files")
-        t.notes.append("reward.functions: verl chooses a reward by data_source; math, by the names of the files")
+    given = t.take("data.train_files")
+    files = given if isinstance(given, list) else [given]
+    sources = sorted({source for file in files for source in data_sources(file)})
+    named = sources or [str(file) for file in files]
+    if all(re.search(r"gsm8k|math|aime", name, re.IGNORECASE) for name in named):
+        hashes = ["gsm8k" in name for name in named]
+        ways = ["regex:#### (-?[0-9.,]+)"] * any(hashes) + ["boxed"] * (not all(hashes))
+        t.put("reward.functions", [{"name": "math", "extract": [ways] if len(ways) > 1 else ways}], "data.train_files")
+        why = f"the column data_source, {', '.join(sources)}" if sources else "the names of the files"
+        t.notes.append(f"reward.functions: verl chooses a reward by data_source; math, by {why}")
         return
     t.put("reward.functions", [{"name": f"{FILL_IN}.py:compute_score"}], "data.train_files")
     t.unknown.append("reward.functions: verl chooses a reward by the column data_source; name that of your data")

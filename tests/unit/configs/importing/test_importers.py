@@ -9,6 +9,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -473,6 +475,45 @@ def test_a_reward_is_to_be_filled_in_where_the_data_is_unknown(tmp_path: Path) -
     text = verl.write(script, ["data.train_files=null"])
     assert yaml.safe_load(text)["reward"]["functions"] == [{"name": "FILL_IN.py:compute_score"}]
     assert "data_source" in text
+
+
+HASHES = "regex:#### (-?[0-9.,]+)"
+
+
+@pytest.mark.parametrize(
+    ("sources", "expected"),
+    [
+        (["openai/gsm8k"], {"name": "math", "extract": [HASHES]}),
+        (["lighteval/MATH"], {"name": "math", "extract": ["boxed"]}),
+        (["lighteval/MATH", "openai/gsm8k"], {"name": "math", "extract": [[HASHES, "boxed"]]}),
+        (["codecontests", "openai/gsm8k"], {"name": "FILL_IN.py:compute_score"}),
+        ([None], {"name": "FILL_IN.py:compute_score"}),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_a_reward_is_chosen_by_the_datas_own_column(
+    tmp_path: Path, sources: list[str | None], expected: dict[str, Any], suffix: str
+) -> None:
+    script, data = tmp_path / "run.sh", tmp_path / f"train.{suffix}"
+    script.write_text(SCRIPT)
+    rows = [{"data_source": source, "n": n} for n, source in enumerate([*sources, *sources])]
+    if suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), data)
+    else:
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = verl.write(script, [f"data.train_files={data}"])
+    assert yaml.safe_load(text)["reward"]["functions"] == [expected]
+
+
+def test_a_reward_function_whose_file_is_not_here_is_told(tmp_path: Path) -> None:
+    script, function = tmp_path / "run.sh", tmp_path / "verlrew.py"
+    script.write_text(SCRIPT)
+    given = f"custom_reward_function.path={function}"
+    assert f"there is no file {function}" in verl.write(script, [given])
+    function.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
+    )
+    assert "verlrew.py" not in verl.write(script, [given]).partition("reward:")[0]
 
 
 # Configs of projects that no importer reads are refused, with the kinds that can be read.
