@@ -22,7 +22,8 @@ reshard_vs_device_copy   bytes per second of a reshard on one rank (all moves lo
 publication_s            seconds in which another process has verified and loaded all weights in bfloat16, with buckets
                          of an eighth of them or 1 GiB; requests go over a pipe instead of HTTP
 publication_gb_per_s     their bytes over these seconds
-decode_tokens_per_s      tokens that 64 rows get, over the seconds from their submission to the last answer
+decode_eager_tokens_per_s, decode_static_tokens_per_s
+                         tokens that 64 rows get, over the seconds from their submission to the last answer
 """
 
 import argparse
@@ -278,17 +279,23 @@ def measure_publication(device: str, kind: str) -> dict[str, float]:
 
 
 def measure_decode(device: str, kind: str) -> dict[str, float]:
-    """Tokens per second of equally long answers to prompts without common prefixes, the median of some rounds."""
+    """Return tokens per second of eager and of static steps, which a GPU captures."""
+    found = {f"{decode}_tokens_per_s": decode_rate(device, kind, decode) for decode in ("eager", "static")}
+    return {f"decode_{name}": rate for name, rate in found.items()}
+
+
+def decode_rate(device: str, kind: str, decode: str) -> float:
+    """Return the tokens per second of equally long answers to prompts without common prefixes, the median of rounds."""
     rows, prompt, answer = DECODE_ROWS[kind], PROMPT[kind], ANSWER[kind]
     config = Qwen3Config(**DECODED[kind], tie_word_embeddings=True, max_position_embeddings=prompt + answer)
     with torch.device(device):
         model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    capture = capture_for(None, torch.device(device))
+    capture = capture_for(decode, torch.device(device))
     core = EngineCore(model.eval(), max_batch=rows, max_length=prompt + answer, capture=capture)
     engine = EngineThread(core, _crashed)
     numbers = iter(range(1 << 30))
 
-    def decode() -> None:
+    def answer_all() -> None:
         left, ready = [rows], torch.futures.Future[None]()
 
         def deliver(sequence: Sequence) -> None:
@@ -302,9 +309,9 @@ def measure_decode(device: str, kind: str) -> dict[str, float]:
         )
         ready.wait()
 
-    seconds = seconds_of(device, decode, repeats=3)
+    seconds = seconds_of(device, answer_all, repeats=3)
     engine.stop()
-    return {"decode_tokens_per_s": rows * answer / seconds}
+    return rows * answer / seconds
 
 
 def main() -> None:

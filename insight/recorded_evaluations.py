@@ -35,7 +35,7 @@ from rl_async.evaluation import (
     paired_p,
     summarize_with_total,
 )
-from rl_async.files import DAMAGE, undamaged, written_whole
+from rl_async.files import DAMAGE, nearest_run, undamaged, written_whole
 from rl_async.messages import Trajectory, Turn, role_rewards
 from rl_async.process.role import printable
 from rl_async.recording import evaluations, read_trajectories
@@ -144,7 +144,8 @@ def read_evaluation(where: str) -> Evaluation:
         name, version = where, ""
     run = Path(name)
     if not run.is_dir():
-        raise UserError(f"no run folder {run}, and no file of JSON lines")
+        close = nearest_run(run) or "name a run as runs/NAME"
+        raise UserError(f"no run folder {run}, and no file of JSON lines; {close}")
     files = evaluations(run / "trajectories")
     if not files:
         raise UserError(f"{run} has no evaluation: a run evaluates if it has data.eval_path, and `rl-async eval` does")

@@ -22,9 +22,8 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from rl_async.configs.load import Given, dump_values, load_config, load_resolved
-from rl_async.configs.suggestions import nearest
 from rl_async.errors import EXIT_STOPPED, EXIT_USER, ConfigError, RlAsyncError, RunFailed, UserError
-from rl_async.files import make_durable_folder, undamaged
+from rl_async.files import make_durable_folder, nearest_run, undamaged
 from rl_async.insight.doctor import evaluates_only, is_recorded, launcher_of
 from rl_async.insight.tail import LineTail, Record
 from rl_async.insight.view.trajectories import RecordedFile, RecordedRow, lines, tokenizer_of
@@ -346,8 +345,7 @@ def load(path: str | Path) -> Run:
     if (run := _started.get(folder.absolute())) is not None:
         return run
     if not (folder / "config.yaml").is_file() and not (folder / OUTPUT).is_file():
-        there = [other.parent.name for other in folder.parent.glob("*/config.yaml")]
-        raise UserError(f"{folder} is not the folder of a run{nearest(folder.name, there)}")
+        raise UserError(f"{folder} is not the folder of a run; {nearest_run(folder) or 'name one as runs/NAME'}")
     output = folder / OUTPUT
     return Run(folder, begin=output.stat().st_size if output.exists() else 0)
 

@@ -17,7 +17,7 @@ from rl_async.configs.checks import check
 from rl_async.configs.load import Given, dump, leaves, load_config, load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
-from rl_async.files import DAMAGE, make_durable_folder, replace_file
+from rl_async.files import DAMAGE, make_durable_folder, nearest_run, replace_file
 from rl_async.insight.tail import last_record
 from rl_async.launcher.plan.artifacts import checkpoints
 from rl_async.launcher.plan.machine import read_machine, with_adapter_way
@@ -148,7 +148,7 @@ def resumed_run(
     root = Path(preset.launcher.run_dir)
     folder = _folder(root, name) if name else _newest_begun(root, run_prefix(name_or_path, preset.mode))
     if not folder.is_dir():
-        raise UserError(f"--resume: no run {folder}")
+        raise UserError(f"--resume: no run {folder}; {nearest_run(folder) or 'leave --resume out to start it'}")
     if not begun(folder):
         raise UserError(f"--resume: no sample was made in {folder}, so start it without --resume")
     kept = load_resolved(folder / "config.yaml")

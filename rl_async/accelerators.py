@@ -4,6 +4,7 @@ everywhere.
 """
 
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,18 +96,22 @@ def shares_memory(torch_device: str) -> bool:
 def graphs_of(device_module: Any) -> Callable[[Callable[[], None]], Callable[[], None]] | None:
     """Return a function that captures a call in a graph, by ``torch.cuda`` or the like; None where there are no graphs.
 
-    What it returns for the call replays its operations on the same tensors. All graphs of one such function share their
-    working memory, so they must never run at the same time.
+    What it returns for the call replays its operations on the same tensors. Graphs that exist at the same time share
+    their working memory, so no two of them may run at once. It raises RuntimeError for what a graph cannot hold.
     """
     if not hasattr(device_module, "CUDAGraph"):
         return None
-    pool = device_module.graph_pool_handle()
+    graphs, pools = weakref.WeakSet[Any](), list[Any]()
 
     def capture(call: Callable[[], None]) -> Callable[[], None]:
+        # The pool of graphs that are all gone cannot be used again.
+        if not graphs:
+            pools[:] = [device_module.graph_pool_handle()]
         graph = device_module.CUDAGraph()
         # Other threads may be receiving weights; only this one must not do anything that a graph cannot hold.
-        with device_module.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with device_module.graph(graph, pool=pools[0], capture_error_mode="thread_local"):
             call()
+        graphs.add(graph)
         replay: Callable[[], None] = graph.replay
         return replay
 

@@ -44,6 +44,14 @@ def nearest_file(missing: Path) -> str:
     return f"did you mean {missing.parent / close[0]}?" if close else ""
 
 
+def nearest_run(missing: Path) -> str:
+    """Return a question for the run folder that a missing one was meant for, beside it or in runs, or an empty text."""
+    places = [missing.parent, Path("runs")] if len(missing.parts) == 1 else [missing.parent]
+    runs = [file.parent for place in places for file in place.glob("*/config.yaml")]
+    names = difflib.get_close_matches(missing.name, [run.name for run in runs], n=1)
+    return next((f"did you mean {run}?" for run in runs if names == [run.name]), "")
+
+
 _BLOCK = 1 << 16
 # Every line of our files has fewer bytes.
 _LONGEST_LINE = 1 << 20

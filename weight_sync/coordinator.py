@@ -275,12 +275,13 @@ class Fleet:
         slow = [member for member in wave.slow_ones(members) if member.engine_id in free]
         left = {member.engine_id for member in slow}
         asked = [member for member in members if member.engine_id in free - left]
-        for member in slow + await wave.late_ones(asked, self._timeout_s):
+        told = [(member, f"needs {member.times.request_s:.2g} s for a request of an update") for member in slow]
+        told += [(member, "does not answer") for member in await wave.late_ones(asked, self._timeout_s)]
+        for member, why in told:
             member.behind_since = member.behind_since or now
             left.add(member.engine_id)
             log.warning(
-                "version %s goes on without %s, which needs %.2g s for a request of an update, and catches up later",
-                *(self._version, member.engine_id, member.times.request_s),
+                "version %s goes on without %s, which %s, and catches up later", self._version, member.engine_id, why
             )
         return [member for member in members if member.engine_id not in left]
 

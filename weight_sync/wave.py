@@ -15,6 +15,7 @@ wave succeeds. From ``finish`` on, the failure of one engine does not affect the
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Protocol, TypeVar
@@ -283,10 +284,13 @@ async def late_ones(members: Sequence[FleetMember], timeout_s: float) -> list[Fl
 
     One that answers with an error is not late, and none is if half of them need more than LATE_S.
     """
+
+    async def ask(member: FleetMember) -> None:
+        with suppress(EngineFailed, TrainerReplaced):
+            await call(member, "probe", member.control.version(), timeout_s)
+
     began = time.monotonic()
-    asked = {
-        asyncio.ensure_future(call(member, "probe", member.control.version(), timeout_s)): member for member in members
-    }
+    asked = {asyncio.create_task(ask(member), name=f"probe {member.engine_id}"): member for member in members}
     pending = set(asked)
     try:
         while 2 * len(pending) > len(asked):
@@ -302,7 +306,10 @@ async def late_ones(members: Sequence[FleetMember], timeout_s: float) -> list[Fl
     finally:
         for task in asked:
             task.cancel()
-        await outcomes(*asked)
+        results = await outcomes(*asked)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
     return [asked[task] for task in pending]
 
 

@@ -594,10 +594,10 @@ class GatewayEpisode:
         """Note a sign of life of the program."""
         self._heard = time.monotonic()
 
-    def excuse(self, seconds: float) -> None:
-        """Take a pause of this process, in which it could not hear the program, off the episode's time."""
-        self.began += seconds
-        self._heard += seconds
+    def excuse(self, seconds: float, now: float) -> None:
+        """Take a pause of this process until ``now``, when it could not hear the program, off the episode's time."""
+        self.began = min(now, self.began + seconds)
+        self._heard = min(now, self._heard + seconds)
 
     def idle_s(self, now: float) -> float:
         """Return for how many seconds the program has given no sign of life; 0 while it waits for an answer."""

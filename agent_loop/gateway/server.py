@@ -230,7 +230,7 @@ class OpenEpisodes:
                 self._last_request = min(now, self._last_request + held_up_s)
                 self._last_attended = min(now, self._last_attended + held_up_s)
                 for episode in self._open.values():
-                    episode.excuse(held_up_s)
+                    episode.excuse(held_up_s, now)
             for episode in list(self._open.values()):
                 late = self._late(episode, now)
                 if late and not (episode.closed or episode.ending.locked()):

@@ -20,6 +20,7 @@ from rl_async.configs.load import dump_values, field_at, parse, read_text, refus
 from rl_async.configs.schema.algorithm import read_options
 from rl_async.configs.schema.rollout import MOST_KEPT
 from rl_async.errors import ConfigError
+from rl_async.files import UNDECODABLE
 
 # Values by their dotted keys.
 Values = dict[str, Any]
@@ -523,7 +524,7 @@ def data_sources(file: Any) -> list[str]:
         with path.open("rb") as lines:
             try:
                 rows = [json.loads(line) for line in lines if line.strip()]
-            except ValueError as error:
+            except UNDECODABLE as error:
                 raise ConfigError(f"{path}: a line is not JSON: {error}") from error
         found = [row.get("data_source") for row in rows if isinstance(row, dict)]
     return sorted({str(one) for one in found if one is not None})

@@ -1,7 +1,6 @@
 """``rl-async``: parses the command line, runs one command, and turns its errors into messages and exit codes."""
 
 import argparse
-import difflib
 import errno
 import locale
 import os
@@ -16,6 +15,7 @@ from typing import Any, NoReturn
 from rl_async.configs.engines import ENGINES
 from rl_async.configs.suggestions import nearest
 from rl_async.errors import EXIT_USER, RlAsyncError, UserError
+from rl_async.files import nearest_run
 from rl_async.installation import commit, version
 from rl_async.launcher.cli import run_commands, training_commands
 from rl_async.process.role import (
@@ -123,9 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _check_run(run: object) -> None:
     """Raise UserError for a run folder that does not exist, naming the nearest one beside it."""
     if isinstance(run, Path) and not run.exists():
-        others = [str(folder) for folder in run.parent.iterdir() if folder.is_dir()] if run.parent.is_dir() else []
-        close = difflib.get_close_matches(str(run), others, n=1)
-        raise UserError(f"no run folder {run}; " + (f"did you mean {close[0]}?" if close else "name one as runs/NAME"))
+        raise UserError(f"no run folder {run}; {nearest_run(run) or 'name one as runs/NAME'}")
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -52,7 +52,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     from rl_async.configs.load import load_config
     from rl_async.launcher.plan.machine import check_inputs, check_logins, check_trackers
     from rl_async.launcher.plan.trials import check_user_code, try_environment, try_mcp_servers
-    from rl_async.launcher.run_folder import continuation, new_run, resumed_run, unfinished
+    from rl_async.launcher.run_folder import continuation, hold, new_run, resumed_run, unfinished
     from rl_async.launcher.runs.rehearsal import Findings, rehearse
     from rl_async.launcher.sources import fetch_sources, fetched_from
     from rl_async.process.role import stop_with_starter
@@ -65,7 +65,11 @@ def _launch(arguments: argparse.Namespace) -> int:
         arguments.resume = unfinished(*where, arguments.name)
     if arguments.resume:
         given, folder = resumed_run(*where, mode=arguments.mode, name=arguments.name)
-        print(f"continuing {folder.name} {continuation(folder, given)}; another --name starts a new run", flush=True)
+        # A run that is still going on is not continued.
+        with hold(folder):
+            print(
+                f"continuing {folder.name} {continuation(folder, given)}; another --name starts a new run", flush=True
+            )
     else:
         given, folder = new_run(*where, mode=arguments.mode, name=arguments.name, may_resume=may_resume)
     if idle := without_effect(given):

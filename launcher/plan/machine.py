@@ -414,6 +414,8 @@ def with_weight_way(
     """
     sync, devices = config.weight_sync, assign_devices(config, gpus)
     own = all({"ipc", "nccl"} <= {*traits.transports} for traits in engine_traits(config).values())
+    # The nodes of an engine may be other machines.
+    one_host = one_host and config.rollout.nodes == 1
     if not devices.trainers or not all(devices.engines) or not own or config.trainer.lend_devices:
         return config, machine
     transport = resolve_transport(config)

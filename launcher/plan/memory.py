@@ -256,7 +256,7 @@ def size_of(model: dict[str, Any]) -> ModelSize | None:
     one = (experts and model.get("moe_intermediate_size")) or model.get("intermediate_size") or 4 * hidden
     # DeepSeek's first layers are dense, and all tokens also pass through its shared experts.
     sparse = layers - min(layers, model.get("first_k_dense_replace") or 0) if experts else 0
-    chosen, shared = model.get("num_experts_per_tok", 1) * one, (model.get("n_shared_experts") or 0) * one
+    chosen, shared = (model.get("num_experts_per_tok") or 1) * one, (model.get("n_shared_experts") or 0) * one
     # A token passes through this many of an MLP's hidden units.
     inner = chosen + shared if experts else one
     embeddings = vocab * hidden * (1 if model.get("tie_word_embeddings") else 2)

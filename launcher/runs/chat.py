@@ -36,6 +36,7 @@ from rl_async.concurrency import end_other_tasks
 from rl_async.configs.load import load_config, load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ProtocolError, QueueLost, RlAsyncError, UserError
+from rl_async.files import nearest_run
 from rl_async.insight.doctor import launcher_of
 from rl_async.insight.view.trajectories import REPLACEMENT, token_texts, tokenizer_of
 from rl_async.launcher.plan.artifacts import check_model_folder, checkpoints
@@ -439,6 +440,8 @@ def chat(
 
     Raises UserError as ``open_subject`` does, and for what a line that is not typed cannot be answered with.
     """
+    if not Path(place).exists() and (close := nearest_run(Path(place))):
+        raise UserError(f"no run folder {place}; {close}")
     console, typed = Console(highlight=False), sys.stdin.isatty()
     with _loop_of_a_thread() as run:
         held = run(_held(open_subject(place, preset, overrides)))

@@ -9,7 +9,6 @@ The host launches a step, then reads the results of the previous one. It learns 
 a stop token, and drops the surplus token that was sampled meanwhile.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -20,7 +19,6 @@ from rl_async.accelerators import graphs_of
 from rl_async.rollout_server.embedded.sampler import Sampler
 from rl_async.torch_shared import host_buffer, to_device
 
-log = logging.getLogger("rl_async.engine")
 # Computes logits [rows, V] from the last tokens [rows], their positions [rows] and the number of keys to read.
 Compute = Callable[[Tensor, Tensor, int], Tensor]
 Step = Callable[[], None]
@@ -38,25 +36,13 @@ def uncaptured(step: Step) -> Step:
 
 
 def capture_for(decode: str | None, device: torch.device) -> Capture | None:
-    """Return how steps are captured with ``--decode``: eager, static, or by default static where there are graphs.
+    """Return how steps are captured with ``--decode=static``; None for eager steps, which are the default.
 
-    Returns None for eager steps. Static steps on devices without graphs run their Python each time.
+    Static steps on devices without graphs run their Python each time.
     """
-    if decode == "eager":
+    if decode != "static":
         return None
-    capture = graphs_of(torch.get_device_module(device))
-    if capture is None:
-        return None if decode is None else uncaptured
-    return partial(_captured, capture)
-
-
-def _captured(capture: Capture, step: Step) -> Step:
-    """Return the captured step, or the step itself, which has run once, if the device's graphs cannot hold it."""
-    try:
-        return capture(step)
-    except RuntimeError as error:
-        log.warning("a decode step is not captured and runs its Python each time (--decode eager avoids it): %s", error)
-        return step
+    return graphs_of(torch.get_device_module(device)) or uncaptured
 
 
 class StaticSteps:
@@ -122,7 +108,8 @@ class StaticSteps:
         """Start a step for the placed rows, at most ``longest`` tokens each, of which slots can hold ``most``.
 
         ``sampler`` is for as many rows as ``rows`` returns. The result waits until the step has ended, and returns the
-        token and its log-probability for each row; call it before the step after the next is launched.
+        token and its log-probability for each row; call it before the step after the next is launched,
+        since two buffers alternate.
         """
         assert self._view is not None
         count, view = len(self._view), min(max(KEYS, 1 << (longest - 1).bit_length()), most)

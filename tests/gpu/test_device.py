@@ -75,7 +75,8 @@ def test_training_step_and_export_on_cuda(model_folder: Path, critic: CriticConf
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 @pytest.mark.parametrize("decode", ["eager", "static"])
 def test_the_engine_agrees_with_a_plain_forward_pass_on_cuda(
-    model_folder: Path, decode: str, caplog: pytest.LogCaptureFixture
+    model_folder: Path,
+    decode: str,
 ) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -101,7 +102,6 @@ def test_the_engine_agrees_with_a_plain_forward_pass_on_cuda(
             for parameter in model.parameters():
                 parameter.mul_(1.1)
         core.weights_changed()
-    assert "captured" not in caplog.text
 
 
 # Liger's kernels, FlashAttention and shared rows compute on GPUs what plain operations do there, up to rounding.

@@ -29,6 +29,7 @@ from rl_async.files import (
     append_lines,
     drop_torn_line,
     make_durable_folder,
+    nearest_run,
     replace_file,
     written_whole,
 )
@@ -705,3 +706,12 @@ def test_a_run_that_goes_on_after_a_kill_finds_nothing_of_before(tmp_path: Path)
         assert [file.name for file in folder.iterdir()] == [LOCK]
         with (folder / LOCK).open() as other, pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_missing_run_is_named_by_the_nearest_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "other"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.yaml").touch()
+    assert nearest_run(Path("runs/mien")) == nearest_run(Path("mine")) == "did you mean runs/mine?"
+    assert nearest_run(Path("runs/zzz")) == nearest_run(Path("elsewhere/mine")) == ""

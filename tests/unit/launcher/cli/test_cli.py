@@ -35,6 +35,7 @@ def only_error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_a_misspelt_run_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "config.yaml").touch()
     for command in ("show", "doctor", "audit"):
         assert "did you mean runs/mine?" in only_error(capsys, command, "runs/mien")
 
