@@ -285,8 +285,8 @@ def installed(wanted: Requirement) -> bool:
 
 def last_lines(folder: Path, lines: int = 15) -> str:
     """Return the ends of a run's logs, since a failed item's folder is deleted."""
-    logs = sorted(folder.glob("logs/*.log"))
-    return "\n".join(f"-- {log.name}\n" + "\n".join(log.read_text().splitlines()[-lines:]) for log in logs)
+    logs = {log.name: log.read_text(errors="replace").splitlines() for log in sorted(folder.glob("logs/*.log"))}
+    return "\n".join("\n".join([f"-- {name}", *text[-lines:]]) for name, text in logs.items())
 
 
 def main() -> int:

@@ -451,7 +451,7 @@ def _args(c: RunConfig) -> str | None:
 
 
 def _nodes(c: RunConfig) -> str | None:
-    """The ranks of an engine can be divided among several nodes, none of which need be the trainer's."""
+    """Say why an engine of several nodes cannot be, if it cannot."""
     place, rollout = f"rollout.engine_args: {NODES}", c.rollout
     if not rollout.nodes or rollout.ranks % rollout.nodes:
         return (

@@ -173,7 +173,7 @@ def resolve_transport(config: RunConfig) -> Transport:
     """Choose ``ipc`` (shared memory) if engines and trainer share devices, else ``nearest``; ``gloo`` if an engine
     lacks that.
 
-    ``nccl`` is never chosen automatically, because it has never been run.
+    ``nccl`` is not chosen here; ``launcher.plan.machine.with_weight_way`` may choose it between machines.
     """
     if config.weight_sync.transport != "auto":
         return config.weight_sync.transport

@@ -195,6 +195,8 @@ class EngineTraits:
         if self.words:
             return "" if argument in self.words else f"{self.title} takes {' or '.join(self.words)}"
         flag = _flag_of(argument)
+        if argument in EMBEDDED.words:
+            return f"{self.title} does not know it; it is for {EMBEDDED.title}"
         if key := "rollout.expert_parallel" if flag in self.expert_flags else self.flags.get(flag):
             return f"use {key}"
         if flag in self.node_flags or flag in self.follower_flags:

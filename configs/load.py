@@ -610,7 +610,7 @@ class KeyText:
     default: str
 
 
-# keys whose explanation goes on below type and default
+# Keys whose explanation goes on below type and default.
 MORE: dict[str, Callable[[], str]] = {"algorithm.correction": explanation}
 
 

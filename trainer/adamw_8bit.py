@@ -6,6 +6,7 @@ treat them as any other state, and it quantises by the whole parameter, so that 
 """
 
 import functools
+import logging
 import math
 from typing import Any
 
@@ -15,11 +16,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rl_async.errors import UserError
 
+log = logging.getLogger("rl_async.trainer")
+
 # Numbers that share a scale (arXiv:2110.02861, section 2.1, and torchao's default for AdamW).
 BLOCK = 256
 # A parameter with fewer numbers keeps float32 moments, as in torchao and bitsandbytes.
 LEAST_NUMBERS = 4096
-# The names in an optimizer's state of what stands for ``exp_avg``: codes of its shape, and their scales.
+# Suffixes of the state's names for a moment's codes, of the parameter's shape, and for their scales.
 CODES, SCALES = "_codes", "_scales"
 
 
@@ -35,6 +38,14 @@ class AdamW8bit(torch.optim.Optimizer):
     ) -> None:
         torchao()
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": eps})
+        large = [one for group in self.param_groups for one in group["params"] if _large(one)]
+        left = sum(one.numel() for one in large if not _in_blocks(one))
+        if left:
+            log.warning(
+                "trainer.optimizer=adamw_8bit: %.0f %% of the matrices keep float32 moments, since ranks do not hold "
+                "equal parts of whole blocks of %d; the memory plan counts all of them in 8 bits",
+                *(100 * left / sum(one.numel() for one in large), BLOCK),
+            )
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -94,22 +105,35 @@ def _values(signed: bool, device: torch.device) -> Tensor:
     return values
 
 
+def _divided(parameter: Tensor) -> tuple[int, int]:
+    """Return the number of ranks that divide the parameter, and the dimension along which they do."""
+    if not isinstance(parameter, DTensor):
+        return 1, 0
+    placement = parameter.placements[-1]
+    assert isinstance(placement, Shard)
+    return parameter.device_mesh.size(parameter.device_mesh.ndim - 1), placement.dim
+
+
+def _large(parameter: Tensor) -> bool:
+    return parameter.dim() >= 2 and parameter.numel() >= LEAST_NUMBERS
+
+
+def _in_blocks(parameter: Tensor) -> bool:
+    """Whether ranks hold equal parts of the parameter that are whole blocks, so that its moments can be codes."""
+    ranks, along = _divided(parameter)
+    return parameter.shape[along] % ranks == 0 and math.prod(parameter.shape[along:]) // ranks % BLOCK == 0
+
+
 def _zeros(parameter: Tensor, name: str) -> dict[str, Tensor]:
     """Return a moment before the first step: codes of the parameter's shape and their scales, or float32 numbers.
 
     A scale is of 256 numbers that follow one another in a rank's part, so scales [experts, blocks of one] of a stack
     that is divided by rows of each expert are sharded along the blocks, and others [blocks] as the first dimension.
     """
-    ranks, along = 1, 0
-    if isinstance(parameter, DTensor):
-        placement = parameter.placements[-1]
-        assert isinstance(placement, Shard)
-        ranks, along = parameter.device_mesh.size(parameter.device_mesh.ndim - 1), placement.dim
-    shape = parameter.shape
-    each = math.prod(shape[along:])
-    if parameter.dim() < 2 or parameter.numel() < LEAST_NUMBERS or shape[along] % ranks or each // ranks % BLOCK:
+    if not (_large(parameter) and _in_blocks(parameter)):
         return {name: torch.zeros_like(parameter)}
-    scales = torch.zeros(*shape[:along], each // ranks // BLOCK, device=parameter.device)
+    (ranks, along), shape = _divided(parameter), parameter.shape
+    scales = torch.zeros(*shape[:along], math.prod(shape[along:]) // ranks // BLOCK, device=parameter.device)
     if isinstance(parameter, DTensor):
         placements = [*[Replicate()] * (parameter.device_mesh.ndim - 1), Shard(along)]
         scales = DTensor.from_local(scales, parameter.device_mesh, placements, run_check=False)

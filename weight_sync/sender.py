@@ -475,7 +475,8 @@ class Outlet:
         kept, cuts = self._copies[number].result(), group.cuts[worker]
         with kept.lock:
             if not kept.places and self._parts[number]:
-                assert self._rest is not None, "a copy that was given up can be made again"
+                if self._rest is None:
+                    raise WeightSyncError("the copy of these weights was given up, and they are not at rest")
                 self._fill(kept, self._parts[number], self._rest, torch.device("cpu"))
             return self._filled(kept, group, worker, number, cuts)
 

@@ -111,8 +111,8 @@ def write(file: Path, more: list[str]) -> str:
     _missing(t)
     t.translate(KEYS)
     _weights(t)
-    t.only("rollout-top-p", 1)
-    t.only("rollout-top-k", -1, 0)
+    # Its engine is SGLang, whose refusal of truncation the text then tells.
+    t.truncation("rollout-top-k", "rollout-top-p")
     t.only("adam-beta1", 0.9)
     t.put("trainer.backend", "megatron", "train-backend")
     t.take("train-backend")

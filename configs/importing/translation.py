@@ -106,8 +106,16 @@ class Translation:
 
     def truncation(self, top_k: str, top_p: str) -> None:
         """Put `rollout.truncation` for the other project's number of tokens (off: -1 or 0) and probability (off: 1)."""
+        unread = [
+            key
+            for key in (top_k, top_p)
+            if any(note.startswith(f"{key} = ") and UNRESOLVED in note for note in self.notes)
+        ]
         number = 0 if self.take(top_k) is None else self.number(top_k, 0)
         share = 1.0 if self.take(top_p) is None else self.take(top_p)
+        if unread:
+            self.missing.append(f"rollout.truncation: {' and '.join(unread)} could not be read; give values")
+            return
         if number not in (-1, 0) and not 2 <= number <= MOST_KEPT:
             self.missing.append(f"{top_k}={number}; in rollout.truncation.top_k it is 2 to {MOST_KEPT}")
         elif number > 0 or share != 1:

@@ -214,7 +214,7 @@ NO_COUNTERPART = {
     f"{ROLLOUT}.gpu_memory_utilization": "the size of an engine's KV cache is rollout.cache_bytes, in bytes",
     f"{ROLLOUT}.enforce_eager": _ENGINE,
     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": "passes are packed to trainer.max_tokens_per_microbatch",
-    f"{ROLLOUT}.val_kwargs": "evaluation has eval.temperature and eval.samples, and rollout.truncation",
+    f"{ROLLOUT}.val_kwargs": "evaluation has eval.temperature and eval.samples, and the truncation of training",
     ROLLOUT: _ENGINE,
     "actor_rollout_ref": "not read",
     "critic": "a critic belongs to algorithm.advantage=gae, and has fewer settings of its own",

@@ -345,22 +345,24 @@ class RolloutConfig(Config, frozen=True):
 
     @property
     def data_parallel(self) -> int:
-        """Copies of the model in an engine, by vLLM's ``--data-parallel-size`` in ``engine_args``; 0 if unreadable."""
+        """Copies of the model in an engine, by vLLM's ``--data-parallel-size`` in ``engine_args``; 0 if unreadable or
+        given twice."""
         return self._count(DATA_PARALLEL)
 
     @property
     def nodes(self) -> int:
         """Processes that an engine's ranks are divided among, each perhaps on a machine of its own, by ``--nnodes`` in
-        ``engine_args``; 0 if unreadable."""
+        ``engine_args``; 0 if unreadable or given twice."""
         return self._count(NODES)
 
     def _count(self, wanted: str) -> int:
+        found = []
         for word, following in zip(self.engine_args, (*self.engine_args[1:], ""), strict=False):
             flag, _, value = word.partition("=")
             if flag.replace("_", "-") == wanted:
                 number = value or following
-                return int(number) if number.isdecimal() else 0
-        return 1
+                found.append(int(number) if number.isdecimal() else 0)
+        return found[0] if len(found) == 1 else int(not found)
 
     @property
     def ranks(self) -> int:

@@ -518,10 +518,12 @@ def _loop_of_a_thread() -> Iterator[RunsCoroutines]:
     try:
         yield run
     finally:
-        run(end_other_tasks())
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+        try:
+            run(end_other_tasks())
+        finally:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+            loop.close()
 
 
 def shown(token: str) -> str:

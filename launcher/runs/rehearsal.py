@@ -43,10 +43,10 @@ class _Trial(msgspec.Struct):
 
 
 def rehearse(config: RunConfig, *, whole: bool) -> Findings:
-    """Try the user's own loss, advantage, correction and reward functions, compare a teacher's tokenizer, and look for
-    the layers that adapters are to be trained for.
+    """Try what the user's config brings of their own before anything starts.
 
-    With ``whole`` also load the user's other code, read all rows, try the built-in rewards that need no server, and
+    These are loss, advantage, correction and reward functions, a teacher's tokenizer and the layers of adapters. With
+    ``whole`` also load the user's other code, read all rows, try the built-in rewards that need no server, and
     render the first prompt.
     Raises ConfigError naming the key, or the row, that the run could not use.
     """
