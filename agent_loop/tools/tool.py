@@ -99,7 +99,9 @@ class Tool:
         if place not in self._logged:
             self._logged.add(place)
             kind = type(error).__name__
-            log.warning("tool %s raised %s in %s (logged once): %s", self.name, kind, place, error)
+            log.warning(
+                "a call of tool %s raised %s in %s (each worker logs it once): %s", self.name, kind, place, error
+            )
 
     async def _run(self, named: dict[str, Any], timeout_s: float) -> Any:
         if self.quick:

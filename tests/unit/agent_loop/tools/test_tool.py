@@ -113,7 +113,11 @@ async def test_where_a_tool_raises_is_logged_once(caplog: pytest.LogCaptureFixtu
     for number in range(3):
         await tool.call({"a": number}, timeout_s=5.0)
     (said,) = (record.getMessage() for record in caplog.records)
-    assert said.startswith("tool broken raised RuntimeError in ") and "test_tool.py:" in said and "no disk" in said
+    assert (
+        said.startswith("a call of tool broken raised RuntimeError in ")
+        and "test_tool.py:" in said
+        and "no disk" in said
+    )
 
 
 async def test_a_hanging_tool_meets_its_deadline() -> None:
