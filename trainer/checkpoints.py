@@ -406,9 +406,12 @@ UNREADABLE = (*FAILURES, ValueError, KeyError)
 
 
 def beyond_adamw(sizes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
-    """Return those of a checkpoint's tensors, as shapes by name, that AdamW in float32 does not keep."""
+    """Return those of a checkpoint's tensors, as shapes by name, that AdamW in float32 does not keep.
+
+    Formats before 3 have a number of steps for each parameter, too.
+    """
     names = (name for name in sizes if MOMENT in name and name != STEPS)
-    return {name: tuple(sizes[name]) for name in names if name.rpartition(MOMENT)[2] not in MOMENTS}
+    return {name: tuple(sizes[name]) for name in names if name.rpartition(MOMENT)[2] not in (*MOMENTS, "step")}
 
 
 class StoredPart(NamedTuple):

@@ -272,11 +272,14 @@ class Fleet:
             for member in members
             if not self._shares(member.record) and now - (member.behind_since or now) <= self._sync.sync_timeout_s
         }
-        slow = [member for member in wave.slow_ones(members) if member.engine_id in free]
+        # One that is behind is not asked again before it has caught up.
+        known = {member.engine_id for member in wave.slow_ones(members)}
+        known |= {member.engine_id for member in members if member.behind_since is not None}
+        slow = [member for member in members if member.engine_id in known & free]
         left = {member.engine_id for member in slow}
         asked = [member for member in members if member.engine_id in free - left]
         told = [(member, f"needs {member.times.request_s:.2g} s for a request of an update") for member in slow]
-        told += [(member, "does not answer") for member in await wave.late_ones(asked, self._timeout_s)]
+        told += [(member, "does not answer") for member in await wave.late_ones(asked)]
         for member, why in told:
             member.behind_since = member.behind_since or now
             left.add(member.engine_id)

@@ -279,15 +279,16 @@ async def probe(members: Sequence[FleetMember], timeout_s: float) -> tuple[list[
     return await each(members, ask)
 
 
-async def late_ones(members: Sequence[FleetMember], timeout_s: float) -> list[FleetMember]:
+async def late_ones(members: Sequence[FleetMember]) -> list[FleetMember]:
     """Return the members that do not answer. Once half have answered, the others have SLOW times as long, and SILENT_S.
 
-    One that answers with an error is not late, and none is if half of them need more than LATE_S.
+    One that answers with an error is not late, and none is if half of them need more than LATE_S. The question does not
+    count among the requests of an update.
     """
 
     async def ask(member: FleetMember) -> None:
-        with suppress(EngineFailed, TrainerReplaced):
-            await call(member, "probe", member.control.version(), timeout_s)
+        with suppress(RlAsyncError):
+            await member.control.version()
 
     began = time.monotonic()
     asked = {asyncio.create_task(ask(member), name=f"probe {member.engine_id}"): member for member in members}

@@ -209,6 +209,10 @@ class Network:
         for holder in self._holders.values():
             holder.kill()
             holder.wait()
+        # The end of a namespace takes its devices along, but not at once.
+        for address in self.addresses.values():
+            gone = ["ip", "link", "del", f"veth{address.rpartition('.')[2]}"]
+            subprocess.run(gone, check=False, capture_output=True)
         _run("ip", "link", "del", "br0")
         _run("nft", "delete table inet chaos")
 

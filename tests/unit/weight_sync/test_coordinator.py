@@ -460,7 +460,7 @@ async def test_an_engine_that_stands_still_holds_up_no_other_and_comes_back_or_i
 async def test_no_engine_is_late_where_half_of_them_are_slow(waits: list[float]) -> None:
     members = [FleetMember(EngineRecord(engine_id=str(s), url="", kind="test"), Paced(s)) for s in waits]
     began = time.monotonic()
-    assert await wave.late_ones(members, 20.0) == []
+    assert await wave.late_ones(members) == []
     assert time.monotonic() - began == pytest.approx(wave.LATE_S)
 
 
