@@ -245,7 +245,7 @@ class Fleet:
         failures: list[EngineFailed] = []
         waited = 0.0
         await self._refresh()
-        ahead = await self._without_slow(self._awake())
+        ahead = self._without_slow(self._awake())
         while True:
             members, ahead = ahead or self._awake(), []
             if members and (done := await self._bring_up_in_time(members, failures)):
@@ -259,34 +259,24 @@ class Fleet:
             await self._refresh(after=self._revision, wait_s=min(left, POLL_S))
             waited += time.monotonic() - idle_since
 
-    async def _without_slow(self, members: list[FleetMember]) -> list[FleetMember]:
+    def _without_slow(self, members: list[FleetMember]) -> list[FleetMember]:
         """Return the members that a publication waits for. Slow ones catch up after it, while the others serve.
 
-        A member is slow by the requests of its latest update, or if it does not answer now. One that is behind for
-        weight_sync.sync_timeout_s is waited for again, and then serves or is cut off. Engines on the trainer's devices
-        hold memory that it needs back, so they are always waited for.
+        A member that is behind for weight_sync.sync_timeout_s is waited for again, and then serves or is cut off.
+        Engines on the trainer's devices hold memory that it needs back, so they are always waited for.
         """
-        now = time.monotonic()
-        free = {
-            member.engine_id
-            for member in members
-            if not self._shares(member.record) and now - (member.behind_since or now) <= self._sync.sync_timeout_s
-        }
-        # One that is behind is not asked again before it has caught up.
-        known = {member.engine_id for member in wave.slow_ones(members)}
-        known |= {member.engine_id for member in members if member.behind_since is not None}
-        slow = [member for member in members if member.engine_id in known & free]
-        left = {member.engine_id for member in slow}
-        asked = [member for member in members if member.engine_id in free - left]
-        told = [(member, f"needs {member.times.request_s:.2g} s for a request of an update") for member in slow]
-        told += [(member, "does not answer") for member in await wave.late_ones(asked)]
-        for member, why in told:
-            member.behind_since = member.behind_since or now
-            left.add(member.engine_id)
+        now, late = time.monotonic(), []
+        for member in wave.slow_ones(members):
+            since = member.behind_since or now
+            if self._shares(member.record) or now - since > self._sync.sync_timeout_s:
+                continue
+            member.behind_since = since
+            late.append(member)
             log.warning(
-                "version %s goes on without %s, which %s, and catches up later", self._version, member.engine_id, why
+                "version %s goes on without %s, which needs %.2g s for a request of an update, and catches up later",
+                *(self._version, member.engine_id, member.times.request_s),
             )
-        return [member for member in members if member.engine_id not in left]
+        return [member for member in members if member not in late]
 
     async def _bring_up_in_time(self, members: list[FleetMember], failures: list[EngineFailed]) -> list[FleetMember]:
         """Update the members in waves, each of them within weight_sync.sync_timeout_s.

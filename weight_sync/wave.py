@@ -15,7 +15,6 @@ wave succeeds. From ``finish`` on, the failure of one engine does not affect the
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Protocol, TypeVar
@@ -37,8 +36,6 @@ TAGS = ("weights", "kv_cache")
 CUT_OFF = "cut off"
 # An engine is slow if its requests take more than SLOW times as long as others', and that costs LATE_S in an update.
 SLOW, LATE_S = 2.0, 0.5
-# One that does not answer at all may be on a busy machine, whose processes stand still for a second at times.
-SILENT_S = 2.0
 # The shortest time between two notes about buckets of one engine.
 BUCKET_NOTE_S = 1.0
 
@@ -277,41 +274,6 @@ async def probe(members: Sequence[FleetMember], timeout_s: float) -> tuple[list[
             member.needs = ()
 
     return await each(members, ask)
-
-
-async def late_ones(members: Sequence[FleetMember]) -> list[FleetMember]:
-    """Return the members that do not answer. Once half have answered, the others have SLOW times as long, and SILENT_S.
-
-    One that answers with an error is not late, and none is if half of them need more than LATE_S. The question does not
-    count among the requests of an update.
-    """
-
-    async def ask(member: FleetMember) -> None:
-        with suppress(RlAsyncError):
-            await member.control.version()
-
-    began = time.monotonic()
-    asked = {asyncio.create_task(ask(member), name=f"probe {member.engine_id}"): member for member in members}
-    pending = set(asked)
-    try:
-        while 2 * len(pending) > len(asked):
-            left_s = began + LATE_S - time.monotonic()
-            done, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                return []
-        # In two halves, so that answers that came during a pause of this process are read before the second.
-        half_s = (SILENT_S + (SLOW - 1) * (time.monotonic() - began)) / 2
-        for _ in range(2):
-            if pending:
-                _, pending = await asyncio.wait(pending, timeout=half_s)
-    finally:
-        for task in asked:
-            task.cancel()
-        results = await outcomes(*asked)
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-    return [asked[task] for task in pending]
 
 
 async def ask_needs(
