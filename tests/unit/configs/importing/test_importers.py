@@ -505,15 +505,12 @@ def test_a_reward_is_chosen_by_the_datas_own_column(
     assert yaml.safe_load(text)["reward"]["functions"] == [expected]
 
 
-def test_a_reward_function_whose_file_is_not_here_is_told(tmp_path: Path) -> None:
-    script, function = tmp_path / "run.sh", tmp_path / "verlrew.py"
+def test_a_reward_function_whose_file_is_not_here_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    script, given = tmp_path / "run.sh", "custom_reward_function.path=verlrew.py"
     script.write_text(SCRIPT)
-    given = f"custom_reward_function.path={function}"
-    said = " ".join(verl.write(script, [given]).replace("\n#", " ").split())
-    assert f"there is no file {function}" in said
-    function.write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
-    )
+    assert "there is no file verlrew.py" in " ".join(verl.write(script, [given]).replace("\n#", " ").split())
+    Path("verlrew.py").write_text("def compute_score(data_source, solution_str, ground_truth):\n    return 1.0\n")
     assert "there is no file" not in verl.write(script, [given])
 
 
