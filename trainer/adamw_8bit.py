@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rl_async.errors import UserError
+from rl_async.trainer.muon import local
 
 log = logging.getLogger("rl_async.trainer")
 
@@ -62,12 +63,12 @@ class AdamW8bit(torch.optim.Optimizer):
                     state["step"] = torch.tensor(0.0)
                     state |= _zeros(parameter, "exp_avg") | _zeros(parameter, "exp_avg_sq")
                 state["step"] += 1
-                weights, moments = _local(parameter), []
+                weights, moments = local(parameter), []
                 for name in ("exp_avg", "exp_avg_sq"):
                     if name in state:
-                        moments.append(_local(state[name]))
+                        moments.append(local(state[name]))
                     else:
-                        codes, scales = _local(state[name + CODES]), _local(state[name + SCALES])
+                        codes, scales = local(state[name + CODES]), local(state[name + SCALES])
                         signed = name == "exp_avg"
                         values = _values(signed, weights.device)
                         moments.append(OptimState8bit(codes, scales.flatten(), values, signed, torch.float32))
@@ -76,7 +77,7 @@ class AdamW8bit(torch.optim.Optimizer):
                 # As torchao does, but on a CPU, where compilation takes a minute and a C++ compiler.
                 compiled = update if weights.device.type == "cpu" else _compiled()
                 with torch._dynamo.utils.disable_cache_limit():
-                    compiled(weights, _local(parameter.grad), state["step"], *moments, None, *numbers, True, False)
+                    compiled(weights, local(parameter.grad), state["step"], *moments, None, *numbers, True, False)
 
 
 @functools.cache
@@ -138,7 +139,3 @@ def _zeros(parameter: Tensor, name: str) -> dict[str, Tensor]:
         placements = [*[Replicate()] * (parameter.device_mesh.ndim - 1), Shard(along)]
         scales = DTensor.from_local(scales, parameter.device_mesh, placements, run_check=False)
     return {name + CODES: torch.zeros_like(parameter, dtype=torch.uint8), name + SCALES: scales}
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -68,7 +68,7 @@ PACKAGES = ("flash_attn_interface", "flash_attn")
 VARLEN = "flash_attn_varlen_func"
 VARLEN_ARGUMENTS = ("softmax_scale", "causal", "window_size", "softcap")
 BORDERS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-Kernel = Callable[..., Tensor]
+Kernel = Callable[..., Any]
 # Options that would change the result and are not computed here.
 UNKNOWN = ("position_bias",)
 
@@ -157,9 +157,11 @@ def _of_row(
         if by_package is not None and form.sinks is None:
             named = dict(zip(BORDERS, borders, strict=True))
             cap = form.softcap or 0.0
-            return by_package(
+            found = by_package(
                 query, key, value, **named, softmax_scale=form.scaling, causal=True, window_size=sees, softcap=cap
-            )[None]
+            )
+            # Some builds return the sums of the softmax behind the result.
+            return (found[0] if isinstance(found, tuple) else found)[None]
         if plain:
             attended: Tensor = _kernel(query, key, value, *borders, scale=form.scaling, window_size=sees)
             return attended[None]

@@ -36,9 +36,9 @@ class Muon(torch.optim.AdamW):
                 updates = (self._update(parameter) for parameter in parameters)
                 for parameter, direction in zip(parameters, orthogonal(updates), strict=True):
                     rate = _muon._adjust_lr(group["lr"], "match_rms_adamw", parameter.shape[-2:])
-                    local = _local(parameter)
-                    local.mul_(1 - group["lr"] * group["weight_decay"])
-                    local.add_(direction, alpha=-rate)
+                    own = local(parameter)
+                    own.mul_(1 - group["lr"] * group["weight_decay"])
+                    own.add_(direction, alpha=-rate)
                     # AdamW passes over parameters without a gradient.
                     parameter.grad = None
         super().step(closure)
@@ -50,8 +50,8 @@ class Muon(torch.optim.AdamW):
         if MUON_MOMENT not in state:
             state[MUON_MOMENT] = torch.zeros_like(gradient)
         momentum = state[MUON_MOMENT]
-        _local(momentum).lerp_(_local(gradient), 1 - MOMENTUM)
-        update = _local(gradient).lerp(_local(momentum), MOMENTUM).bfloat16()
+        local(momentum).lerp_(local(gradient), 1 - MOMENTUM)
+        update = local(gradient).lerp(local(momentum), MOMENTUM).bfloat16()
         if not isinstance(parameter, DTensor):
             return update
         mesh, placements = parameter.device_mesh, parameter.placements
@@ -67,7 +67,7 @@ def orthogonal(updates: Iterable[Tensor]) -> Iterator[Tensor]:
             # What is sharded by experts needs no other rank.
             yield from _exchanged(waiting)
             waiting = []
-            yield _orthogonal(_local(update))
+            yield _orthogonal(local(update))
         else:
             assert isinstance(update, DTensor)
             waiting.append(update)
@@ -109,7 +109,8 @@ def _orthogonal(matrix: Tensor) -> Tensor:
     return _muon._zeropower_via_newtonschulz(matrix, coefficients, _muon.DEFAULT_NS_STEPS, _muon.EPS)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this rank holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

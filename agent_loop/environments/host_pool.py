@@ -170,7 +170,7 @@ class HostPlan:
             self._lost = 0
 
     def ending(self, instance: int) -> None:
-        """An environment is being closed."""
+        """Note that an environment is being closed."""
         if instance in self._instances:
             self._instances[instance].phase = "ending"
 

@@ -325,7 +325,7 @@ GATE_UP = [f"{LAYER}mlp.gate_proj.weight", f"{LAYER}mlp.up_proj.weight"]
 
 
 def boxes(layout: Layout, name: str) -> dict[int, list[Box]]:
-    """By rank."""
+    """Return the parts by rank."""
     return {r: [shard.box for shard in layout.shards[name] if shard.rank == r] for r in layout.ranks}
 
 

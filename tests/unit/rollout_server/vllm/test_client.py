@@ -607,7 +607,7 @@ class Executor:
         self.response_mqs = QueuesReadToTheEnd(self)
 
     def call(self, timeout: float | None) -> list[str]:
-        """As `MultiprocExecutor.collective_rpc` reads answers."""
+        """Reads answers as `MultiprocExecutor.collective_rpc` does."""
         answers = []
         for queue in self.response_mqs:
             answer = queue.dequeue(timeout=timeout)
