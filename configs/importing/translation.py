@@ -10,6 +10,7 @@ import textwrap
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,9 @@ class Translation:
             if key in self._used:
                 continue
             prefix = next((p for p in no_counterpart if key == p or key.startswith(f"{p}.")), None)
-            if prefix is None:
+            if key not in no_counterpart and (meant := self._nearest(key)):
+                unknown.append(f"{key} = {_short(value)}; is {meant} meant?")
+            elif prefix is None:
                 unknown.append(f"{key} = {_short(value)}")
             else:
                 named.setdefault(prefix, []).append(key)
@@ -197,6 +200,13 @@ class Translation:
             values = [f"{key} = {_short(self.given[key])}" for key in keys]
             lines.append(f"{no_counterpart[prefix]}: {', '.join(values)}")
         return lines, unknown
+
+    def _nearest(self, key: str) -> str | None:
+        """Return the key of the same section that ``key`` misspells: one that was looked for and is not given."""
+        section, _, name = key.rpartition(".")
+        absent = (other.rpartition(".") for other in self._used if other not in self.given)
+        near = get_close_matches(name, [last for head, _, last in absent if head == section], 1, 0.85)
+        return f"{section}.{near[0]}".lstrip(".") if near else None
 
 
 def our_default(key: str) -> Any:
