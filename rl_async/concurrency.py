@@ -6,6 +6,7 @@ thread, unlike an executor's, never holds up the end of its process, however lon
 """
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -25,24 +26,44 @@ class Overdue(TimeoutError):
     """A deadline of ``within`` has passed."""
 
 
-async def within(seconds: float, work: Awaitable[T]) -> T:
-    """Return the result of ``work``. Raises Overdue after ``seconds``, once the cancelled work has ended.
+class TimeLeft:
+    """The rest of a deadline that several waits share, in seconds.
 
     While this process does not run (stopped, swapped out, on a suspended machine), LOOK_S at most are counted.
     """
-    task, left = asyncio.ensure_future(work), seconds
-    try:
-        while not task.done():
-            if left < SOON_S:
-                raise Overdue
-            began, look = time.monotonic(), min(left, LOOK_S)
-            await asyncio.wait([task], timeout=look)
-            left -= min(time.monotonic() - began, look)
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait([task])
-    return task.result()
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the deadline has passed."""
+        return self._seconds < SOON_S
+
+    async def within(self, work: Awaitable[T], seconds: float = math.inf) -> T:
+        """Return the result of ``work``.
+
+        Raises Overdue after ``seconds``, or at the deadline if it comes before, once the cancelled work has ended.
+        """
+        task, after = asyncio.ensure_future(work), max(0.0, self._seconds - seconds)
+        try:
+            while not task.done():
+                left = self._seconds - after
+                if left < SOON_S:
+                    raise Overdue
+                began, look = time.monotonic(), min(left, LOOK_S)
+                await asyncio.wait([task], timeout=look)
+                self._seconds -= min(time.monotonic() - began, look)
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task])
+        return task.result()
+
+
+async def within(seconds: float, work: Awaitable[T]) -> T:
+    """Return the result of ``work``. Raises Overdue after ``seconds``, as TimeLeft counts them."""
+    return await TimeLeft(seconds).within(work)
 
 
 @asynccontextmanager

@@ -41,7 +41,7 @@ from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
 from zmq.utils.monitor import parse_monitor_message
 
 from rl_async import messages as m
-from rl_async.concurrency import Overdue, gather_or_cancel, in_daemon_thread, within
+from rl_async.concurrency import Overdue, TimeLeft, gather_or_cancel, in_daemon_thread
 from rl_async.errors import (
     AccessDenied,
     ProtocolError,
@@ -726,7 +726,7 @@ class QueueClient(ClientVerbs):
         frames = wire.encode(request_id, request, payload)
         wait_s = request.wait_s if isinstance(request, m.LongPoll) else 0.0
         began = time.monotonic()
-        left_s = wait_s + (self.timeout_s if timeout_s is None else timeout_s)
+        left = TimeLeft(wait_s + (self.timeout_s if timeout_s is None else timeout_s))
         patience_s, pause_s = wait_s + self._patience_s, FIRST_PAUSE_S
         try:
             while True:
@@ -734,26 +734,17 @@ class QueueClient(ClientVerbs):
                     raise self._broken
                 answer = asyncio.get_running_loop().create_future()
                 self._pending[request_id] = _Pending(frames, answer)
-                connection = self._connection
+                connection, code = self._connection, ""
                 self._send(frames)
-                asked, message, code = time.monotonic(), None, ""
-                spent_s = min(patience_s, left_s)
-                try:
-                    message = await within(spent_s, answer)
+                with contextlib.suppress(Overdue):
+                    message = await left.within(answer, patience_s)
                     code = refusal(message.reply)
                     if code not in (wire.HELLO, wire.BUSY):
                         return checked(message)
-                    spent_s = min(spent_s, time.monotonic() - asked)
-                except Overdue:
-                    pass
-                left_s -= spent_s
-                if left_s <= 0:
-                    raise self._session.lost(request, time.monotonic() - began)
-                if message is not None:
-                    pause_s = min(pause_s, left_s)
-                    await asyncio.sleep(pause_s)
-                    left_s -= pause_s
+                    await left.within(asyncio.sleep(pause_s))
                     pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                if left.is_over:
+                    raise self._session.lost(request, time.monotonic() - began)
                 # A silent queue, and one that does not know this connection, need a new one.
                 if code != wire.BUSY:
                     patience_s *= 2

@@ -13,7 +13,7 @@ from rl_async import concurrency
 from rl_async.agent_loop.environments.session import call_user
 from rl_async.concurrency import time_limit, within
 from rl_async.errors import EnvironmentFailed, QueueLost
-from rl_async.messages import Done, Status
+from rl_async.messages import Done, Refused, Status
 from rl_async.reward_loop.service import RewardService
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.client import QueueClient
@@ -46,16 +46,22 @@ async def in_environment(seconds: float, work: Awaitable[object]) -> object:
     return await call_user("reset()", reset, timeout_s=seconds)
 
 
-async def of_queue(seconds: float, work: Awaitable[object]) -> object:
-    """The queue's client, with an answer that comes when the work is done."""
+async def of_queue(seconds: float, work: Awaitable[object], first: Refused | None = None) -> object:
+    """The queue's client, with an answer that comes when the work is done; ``first`` is answered then, if given."""
     client = QueueClient("tcp://127.0.0.1:1", role="person", name="test", timeout_s=seconds, patience_s=60.0)
-    # Nothing is sent, so that the answer is the test's.
-    client._send = lambda frames: None  # type: ignore[method-assign]
+    # Nothing is sent, so that the answers are the test's.
+    sent = asyncio.Queue[None]()
+    client._send = lambda frames: sent.put_nowait(None)  # type: ignore[method-assign]
 
     async def answer() -> object:
+        await sent.get()
         found = await work
-        (request_id,) = client._pending
-        client._pending[request_id].answer.set_result(wire.ReplyMessage(request_id, Done(), []))
+        for reply in (first, Done()):
+            if reply is not None:
+                ((request_id, pending),) = client._pending.items()
+                pending.answer.set_result(wire.ReplyMessage(request_id, reply, []))
+                if reply is first:
+                    await sent.get()
         return found
 
     async with asyncio.TaskGroup() as tasks:
@@ -64,8 +70,12 @@ async def of_queue(seconds: float, work: Awaitable[object]) -> object:
     return answering.result()
 
 
+async def of_busy_queue(seconds: float, work: Awaitable[object]) -> object:
+    return await of_queue(seconds, work, Refused(code=wire.BUSY, reason="as many clients as it takes"))
+
+
 Limited = Callable[[float, Awaitable[object]], Awaitable[object]]
-LIMITED: list[Limited] = [within, in_block, in_environment, of_queue]
+LIMITED: list[Limited] = [within, in_block, in_environment, of_queue, of_busy_queue]
 
 
 @pytest.mark.parametrize("limited", LIMITED)
