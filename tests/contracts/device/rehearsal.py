@@ -96,6 +96,8 @@ def install_transport() -> None:
 
 
 BUCKET = 16384
+# The name of an engine that does not share the trainer's device.
+OWN_DEVICES = "apart"
 SCENARIOS: dict[str, tuple[dict[str, Exception], dict[str, Exception]]] = {  # faults of two engines
     "well": ({}, {}),
     "one dies loading": ({}, {"update 2": EngineLost("gone")}),
@@ -180,7 +182,7 @@ def turn(there: Fsdp2Backend, *faults: dict[str, Exception]) -> dict[str, Any]:
     shards = RankShards(outlet, {})
     one, other = Measuring(empty), Measuring(empty)
     directory = Starting(empty, one=one, other=other)
-    fleet = make_fleet(directory, "nccl", engine_wait_s=30, sync=sync)
+    fleet = make_fleet(directory, "nccl", engine_wait_s=30, sync=sync, shares=lambda r: r.engine_id != OWN_DEVICES)
 
     # The bytes that came to the host while the trainer fell asleep, in each publication.
     asleep: list[int] = []
@@ -209,13 +211,19 @@ def turn(there: Fsdp2Backend, *faults: dict[str, Exception]) -> dict[str, Any]:
         # A name for its tensors would keep them on the device. Its buffers sleep, too.
         slept = sum(tensor.nbytes for tensor in itertools.chain(tensors_of(there), there.model.buffers()))
         report = phase.after_train(Version(0, 1), shards)
-        after, later = held() - empty, list(moved)
+        after, travelled = held() - empty, list(moved)
         late = Measuring(empty)
-        directory.add("late", late)
-        runner.run(catch_up(fleet, directory))
+        runner.run(catch_up(fleet, directory, "late", late))
+        # The trainer wakes, and a step changes its weights, before an engine comes that has devices of its own.
+        phase.before_train()
+        for tensor in there.sharded_weights().held.values():
+            tensor.neg_()
+        later = Measuring(empty)
+        runner.run(catch_up(fleet, directory, OWN_DEVICES, later))
         runner.run(fleet.close())
     shards.close()
-    there.wake()
+    for tensor in there.sharded_weights().held.values():
+        tensor.neg_()
     served = directory.third if one.dead else one
     return {
         "engines": sorted(report.engines),
@@ -226,15 +234,16 @@ def turn(there: Fsdp2Backend, *faults: dict[str, Exception]) -> dict[str, Any]:
         "replaced": directory.at_start,
         "after": after,
         "beyond masters and moments": asleep[-1] - slept,
-        "while weights travel": (max(later, default=0), len(later)),
-        "late as others": late.weights == served.weights,
+        "while weights travel": (max(travelled, default=0), len(travelled)),
+        "late as others": late.weights == later.weights == served.weights,
     }
 
 
-async def catch_up(fleet: Fleet, directory: Directory) -> None:
-    """Let the fleet bring an engine up to date."""
+async def catch_up(fleet: Fleet, directory: Directory, name: str, engine: Engine) -> None:
+    """Add an engine, and let the fleet bring it up to date."""
+    directory.add(name, engine)
     running = asyncio.create_task(fleet.keep_caught_up())
-    await eventually(lambda: directory.confirmed)
+    await eventually(lambda: name in dict(directory.confirmed))
     running.cancel()
 
 
