@@ -45,7 +45,7 @@ from rl_async.reward_loop.model_client import forget_api_keys
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.api import Generator
 from rl_async.rollout_server.pool import engine_pool
-from rl_async.transfer_queue.auth.keys import client_keys
+from rl_async.transfer_queue.auth import client_keys
 from rl_async.transfer_queue.client import QueueClient
 from rl_async.userload import raised_at, told
 

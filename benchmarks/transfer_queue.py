@@ -43,7 +43,7 @@ import psutil
 from benchmarks.queue.arms import BATCH, LONG_TOKENS, ROWS, TOKENS
 from benchmarks.queue.costs import admission_ms, cost_of_groups, cost_of_producers, memory_of_payload
 from benchmarks.queue.ranks import ranks_figures
-from rl_async.transfer_queue.auth.keys import make_keys
+from rl_async.transfer_queue.auth import make_keys
 
 HERE = Path(__file__).parent
 HELD = "2048"  # groups, for the memory

@@ -44,7 +44,7 @@ from rl_async.process.run_files import ProcessRecord, read_beats, read_endpoints
 from rl_async.recording import files_of_step, is_whole
 from rl_async.rollout_server.http import EngineHttp
 from rl_async.rollout_server.pool import connect
-from rl_async.transfer_queue.auth.keys import client_keys
+from rl_async.transfer_queue.auth import client_keys
 from rl_async.transfer_queue.client import SyncQueueClient
 
 ANSWER_S = 3.0

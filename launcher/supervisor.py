@@ -38,7 +38,7 @@ from rl_async.process.run_files import (
     write_targets,
 )
 from rl_async.rollout_server.http import EngineHttp
-from rl_async.transfer_queue.auth.keys import ClientKeys
+from rl_async.transfer_queue.auth import ClientKeys
 from rl_async.transfer_queue.client import QueueClient
 
 FIRST_BACKOFF_S = 0.2

@@ -64,7 +64,7 @@ from rl_async.trainer.records import Recorder, next_lineage, require_newest
 from rl_async.trainer.run import Run
 from rl_async.trainer.trackers import Tracking
 from rl_async.trainer.train import train
-from rl_async.transfer_queue.auth.keys import client_keys
+from rl_async.transfer_queue.auth import client_keys
 from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
 from rl_async.userload import load_user_object
 from rl_async.weight_sync import sender

@@ -27,7 +27,7 @@ from rl_async.process.http_server import exposed
 from rl_async.process.role import add_run, heeded, role_parser, run_role
 from rl_async.recording import Recording, task_of
 from rl_async.transfer_queue.admission import QueueSettings
-from rl_async.transfer_queue.auth.keys import Authenticator, client_keys, is_file, server_keys
+from rl_async.transfer_queue.auth import Authenticator, client_keys, is_file, server_keys
 from rl_async.transfer_queue.chat_messages import Schemas, read_schemas
 from rl_async.transfer_queue.dataset import NO_SCHEMAS, make_sources
 from rl_async.transfer_queue.delivery import GrowingTaskList, TaskSource

@@ -56,7 +56,7 @@ from rl_async.messages import Frame
 from rl_async.process.allocation import no_collection
 from rl_async.process.private_folder import require_private
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.auth.keys import ClientKeys, folder_of, is_file
+from rl_async.transfer_queue.auth import ClientKeys, folder_of, is_file
 from rl_async.transfer_queue.images import images_by_hash
 
 P = ParamSpec("P")

@@ -40,12 +40,12 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.suggestions import nearest
 from rl_async.errors import JournalError, ProtocolError, UserError
 from rl_async.files import UNDECODABLE
+from rl_async.messages import Role
 from rl_async.process.private_folder import make_private
 from rl_async.transfer_queue import transitions as t
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.admission import QueueSettings, Sampling
-from rl_async.transfer_queue.auth.keys import Authenticator, ServerKeys, folder_of, is_file, lock, public_of
-from rl_async.transfer_queue.auth.roles import AllowList, Role
+from rl_async.transfer_queue.auth import AllowList, Authenticator, ServerKeys, folder_of, is_file, lock, public_of
 from rl_async.transfer_queue.delivery import TaskList
 from rl_async.transfer_queue.journal import Journal, MemoryJournal, SqliteJournal
 from rl_async.transfer_queue.ledger import Ledger

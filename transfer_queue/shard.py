@@ -35,8 +35,7 @@ from rl_async.process.allocation import reuse_freed_memory
 from rl_async.process.http_server import exposed
 from rl_async.process.role import add_run, heeded, role_parser, run_role
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.auth.keys import Authenticator, client_keys, is_file, server_keys
-from rl_async.transfer_queue.auth.roles import AllowList
+from rl_async.transfer_queue.auth import AllowList, Authenticator, client_keys, is_file, server_keys
 from rl_async.transfer_queue.client import SyncQueueClient
 from rl_async.transfer_queue.journal import ALL_GROUPS, Payloads
 from rl_async.transfer_queue.server import Gate, Outgoing, QueueLimits, bind, serve_requests

@@ -17,7 +17,7 @@ from rl_async.messages import TrajectoryHeader
 from rl_async.process.http_server import answering, by_label, gauge, metrics_text
 from rl_async.tracing import EPISODE
 from rl_async.transfer_queue import transitions as t
-from rl_async.transfer_queue.auth.keys import ClientKeys
+from rl_async.transfer_queue.auth import ClientKeys
 from rl_async.transfer_queue.book import TRAIN, State
 from rl_async.transfer_queue.client import SyncQueueClient
 

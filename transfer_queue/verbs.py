@@ -17,10 +17,9 @@ import msgspec
 from rl_async import messages as m
 from rl_async.configs.derived import unbounded
 from rl_async.errors import ProtocolError
-from rl_async.messages import Frame
+from rl_async.messages import ROLES, Frame, Role
 from rl_async.transfer_queue import transitions as t
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.auth.roles import EVERYBODY, Role
 from rl_async.transfer_queue.delivery import Delivery
 from rl_async.transfer_queue.images import images_by_hash
 from rl_async.transfer_queue.journal import FREEING, Journal
@@ -495,6 +494,7 @@ _LEASE_WAKES: frozenset[type[t.Transition]] = frozenset(
 
 ENGINES_CHANGE: frozenset[type[t.Transition]] = frozenset({t.EnginesChanged, t.EngineChanged, t.EngineRemoved})
 
+EVERYBODY: frozenset[Role] = frozenset(ROLES)
 # An operator imports groups that another queue exported.
 GENERATES: frozenset[Role] = frozenset({"worker", "operator"})
 TRAINS: frozenset[Role] = frozenset({"trainer"})

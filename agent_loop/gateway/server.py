@@ -71,7 +71,7 @@ from rl_async.reward_loop.model_client import forget_api_keys
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.api import StreamingGenerator
 from rl_async.rollout_server.pool import engine_pool
-from rl_async.transfer_queue.auth.keys import client_keys
+from rl_async.transfer_queue.auth import client_keys
 from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
 
 log = logging.getLogger("rl_async.gateway")

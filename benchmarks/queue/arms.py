@@ -21,11 +21,10 @@ import uvloop
 import zmq
 
 from rl_async import messages
-from rl_async.messages import LeasedGroup, Sampling, Task, Trajectory, Version, VersionRun
+from rl_async.messages import LeasedGroup, Role, Sampling, Task, Trajectory, Version, VersionRun
 from rl_async.process.allocation import collect_rarely, reuse_freed_memory
 from rl_async.transfer_queue.admission import QueueSettings
-from rl_async.transfer_queue.auth.keys import Authenticator, ClientKeys, ServerKeys, is_file, read_client_keys
-from rl_async.transfer_queue.auth.roles import AllowList, Role
+from rl_async.transfer_queue.auth import AllowList, Authenticator, ClientKeys, ServerKeys, is_file, read_client_keys
 from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
 from rl_async.transfer_queue.delivery import Counted
 from rl_async.transfer_queue.journal import Journal, MemoryJournal, SqliteJournal

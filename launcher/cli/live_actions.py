@@ -63,7 +63,7 @@ from rl_async.process.run_files import (
 from rl_async.rollout_server.http import EngineHttp
 from rl_async.rollout_server.pool import connect
 from rl_async.transfer_queue.admission import QueueSettings
-from rl_async.transfer_queue.auth.keys import client_keys
+from rl_async.transfer_queue.auth import client_keys
 from rl_async.transfer_queue.book import State
 from rl_async.transfer_queue.client import SyncQueueClient
 

@@ -12,8 +12,8 @@ from typing import Any
 from rl_async.configs.engines import ENGINES
 from rl_async.errors import EXIT_SIGNAL, UserError
 from rl_async.launcher.cli.training_commands import add_config, add_overrides, add_run
+from rl_async.messages import ROLES
 from rl_async.process.http_auth import make_tokens, token_from_environment
-from rl_async.transfer_queue.auth.roles import ROLES
 
 
 def add_show(parser: argparse.ArgumentParser) -> None:
@@ -437,7 +437,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _keygen(arguments: argparse.Namespace) -> int:
-    from rl_async.transfer_queue.auth.keys import make_client_keys, make_keys
+    from rl_async.transfer_queue.auth import make_client_keys, make_keys
 
     if arguments.client is None:
         made = [*make_keys(arguments.folder), *make_tokens(arguments.folder)]

@@ -52,7 +52,7 @@ from rl_async.process.private_folder import socket_file
 from rl_async.process.role import own_module, wait_policy
 from rl_async.process.run_files import Endpoints, MemoryBudget
 from rl_async.reward_loop.model_client import api_key_variables
-from rl_async.transfer_queue.auth.keys import SCHEME
+from rl_async.transfer_queue.auth import SCHEME
 
 HOST = "127.0.0.1"
 

@@ -50,7 +50,7 @@ from rl_async.process.run_files import read_endpoints
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult, Heard, StreamingGenerator
 from rl_async.rollout_server.pool import engine_pool
 from rl_async.sandbox.kinds import make_sandbox
-from rl_async.transfer_queue.auth.keys import client_keys
+from rl_async.transfer_queue.auth import client_keys
 from rl_async.transfer_queue.client import QueueClient
 
 CONFIG = "config.yaml"

@@ -53,7 +53,7 @@ from rl_async.process.role import say
 from rl_async.recording import evaluation_file, write_trajectories
 from rl_async.rollout_server.api import GenerateRequest
 from rl_async.rollout_server.pool import connect
-from rl_async.transfer_queue.auth.keys import client_keys
+from rl_async.transfer_queue.auth import client_keys
 from rl_async.transfer_queue.client import QueueClient
 from rl_async.transfer_queue.dataset import held_out_tasks
 

@@ -65,7 +65,7 @@ from rl_async.process.http_auth import make_tokens, token_file
 from rl_async.process.private_folder import hold_private_folder
 from rl_async.process.role import LIFELINE_FD, own_module, say, steady_file
 from rl_async.process.run_files import Beat, DeviceBudget, MemoryBudget, read_beats, write_budget, write_endpoints
-from rl_async.transfer_queue.auth.keys import client_keys, provide_keys
+from rl_async.transfer_queue.auth import client_keys, provide_keys
 
 _CONNECT = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False)"
 _CONNECT_S = 60.0

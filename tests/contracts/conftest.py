@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from rl_async.transfer_queue.auth.keys import ServerKeys, make_keys
-from rl_async.transfer_queue.auth.roles import AllowList
+from rl_async.transfer_queue.auth import AllowList, ServerKeys, make_keys
 from rl_async.transfer_queue.client import SyncQueueClient
 from tests.contracts.queue.peers import FREE_PORT, SETTINGS, RunningQueue
 from tests.support.ports import free_port

@@ -25,10 +25,10 @@ import zmq
 
 from rl_async import messages as m
 from rl_async.errors import ProtocolError
+from rl_async.messages import ROLES, Role
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.admission import QueueSettings
-from rl_async.transfer_queue.auth.keys import Authenticator, ClientKeys, ServerKeys
-from rl_async.transfer_queue.auth.roles import ROLES, AllowList, Role
+from rl_async.transfer_queue.auth import AllowList, Authenticator, ClientKeys, ServerKeys
 from rl_async.transfer_queue.client import SyncQueueClient
 from rl_async.transfer_queue.delivery import Counted, numbered
 from rl_async.transfer_queue.journal import MemoryJournal

@@ -12,7 +12,7 @@ import zmq
 from rl_async.messages import SCHEMA, Done, Hello, LeasedGroup, Sampling, Trajectory, VersionRun
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.admission import QueueSettings
-from rl_async.transfer_queue.auth.keys import Authenticator, ServerKeys, is_file
+from rl_async.transfer_queue.auth import Authenticator, ServerKeys, is_file
 from rl_async.transfer_queue.client import QueueClient
 from rl_async.transfer_queue.delivery import Counted, numbered
 from rl_async.transfer_queue.journal import Journal, MemoryJournal

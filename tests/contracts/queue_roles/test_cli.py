@@ -22,8 +22,7 @@ from rl_async.messages import Inspection, Task, ToolCall, Turn, Version
 from rl_async.process.http_auth import bearer, run_token
 from rl_async.process.run_files import Endpoints, write_endpoints
 from rl_async.transfer_queue import SyncQueueClient, serve
-from rl_async.transfer_queue.auth.keys import read_client_keys
-from rl_async.transfer_queue.auth.roles import AllowList
+from rl_async.transfer_queue.auth import AllowList, read_client_keys
 from tests.contracts.queue.peers import trajectory
 from tests.support.ports import free_port
 

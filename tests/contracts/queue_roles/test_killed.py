@@ -19,9 +19,8 @@ from rl_async.configs.schema.queue import QueueConfig, RedisConfig
 from rl_async.configs.schema.rollout import RolloutConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
-from rl_async.messages import Commit, Done, LeasedGroup, Publish, Reserved, StatusReport, Trajectory, Version
+from rl_async.messages import Commit, Done, LeasedGroup, Publish, Reserved, Role, StatusReport, Trajectory, Version
 from rl_async.process.private_folder import make_private
-from rl_async.transfer_queue.auth.roles import Role
 from rl_async.transfer_queue.client import QueueClient
 from rl_async.transfer_queue.ledger import audit
 from tests.contracts.queue.peers import trajectory

@@ -28,7 +28,7 @@ from rl_async.process.http_auth import make_tokens
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from rl_async.transfer_queue import QueueClient, serve
-from rl_async.transfer_queue.auth.keys import provide_keys
+from rl_async.transfer_queue.auth import provide_keys
 from rl_async.transfer_queue.client import SyncQueueClient
 from tests.support.queue import sync_client
 from tests.support.tiny_models import byte_tokenizer

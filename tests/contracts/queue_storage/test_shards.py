@@ -15,7 +15,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import AccessDenied, QueueLost, RowsChanged, RowsLost
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.admission import QueueSettings
-from rl_async.transfer_queue.auth.keys import server_keys
+from rl_async.transfer_queue.auth import server_keys
 from rl_async.transfer_queue.client import QueueClient, SyncQueueClient, read_groups, rows_of
 from rl_async.transfer_queue.delivery import numbered
 from tests.contracts.queue.peers import FREE_PORT, HELLO, ID, RunningQueue, ask, put_all, trajectory

@@ -19,7 +19,7 @@ from rl_async.process.http_auth import make_tokens
 from rl_async.process.private_folder import hold_private_folder
 from rl_async.process.run_files import Endpoints, write_endpoints
 from rl_async.trainer.checkpoints import damage_of, list_checkpoints
-from rl_async.transfer_queue.auth.keys import provide_keys
+from rl_async.transfer_queue.auth import provide_keys
 from tests.chaos.history import Expected, problems
 from tests.e2e import small_runs as command
 from tests.e2e.small_runs import HARDLY_WARM, call, metrics, succeed

@@ -54,7 +54,7 @@ from rl_async.process.http_auth import Access, make_tokens, run_token
 from rl_async.process.role import bind
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.api import TIES, GenerateRequest, GenerateResult
-from rl_async.transfer_queue.auth.keys import provide_keys
+from rl_async.transfer_queue.auth import provide_keys
 from tests.conftest import make_rows
 from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config
 from tests.unit.reward_loop.outside import Outside, says

@@ -21,10 +21,10 @@ import zmq
 from rl_async import messages as m
 from rl_async.configs.derived import ListedCode
 from rl_async.errors import JournalError, ProtocolError
+from rl_async.messages import ROLES
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.admission import QueueSettings
-from rl_async.transfer_queue.auth.keys import make_client_keys, make_keys, read_client_keys
-from rl_async.transfer_queue.auth.roles import ROLES, AllowList
+from rl_async.transfer_queue.auth import AllowList, make_client_keys, make_keys, read_client_keys
 from rl_async.transfer_queue.delivery import Counted
 from rl_async.transfer_queue.journal import MemoryJournal
 from rl_async.transfer_queue.server import (

@@ -12,7 +12,9 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.queue import QueueConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import QueueLost, UserError
-from rl_async.transfer_queue.auth.keys import (
+from rl_async.messages import ROLES
+from rl_async.transfer_queue.auth import (
+    AllowList,
     client_keys,
     make_client_keys,
     make_keys,
@@ -20,7 +22,6 @@ from rl_async.transfer_queue.auth.keys import (
     read_client_keys,
     server_keys,
 )
-from rl_async.transfer_queue.auth.roles import ROLES, AllowList
 from rl_async.transfer_queue.client import Session
 
 
