@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -25,9 +24,8 @@ from torch.utils.checkpoint import (
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged, UserError
 from rl_async.torch_shared import to_host
-from rl_async.trainer.adamw_8bit import AdamW8bit
 from rl_async.trainer.attention import join_groups
-from rl_async.trainer.backend import ADAM_BETA1, LossFn, OutputName, Outputs, Published, learning_rate_factor
+from rl_async.trainer.backend import LossFn, OutputName, Outputs, Published, learning_rate_factor
 from rl_async.trainer.batch_layout import row_cost_of
 from rl_async.trainer.checkpoints import (
     MOMENT,
@@ -51,11 +49,11 @@ from rl_async.trainer.export import (
 from rl_async.trainer.families import text_of
 from rl_async.trainer.lora import adapters, attach, base_alone, draw, merged, without_adapters
 from rl_async.trainer.model import MODEL_FOLDER, Head, Headed, build_headed, replay_routers
-from rl_async.trainer.muon import Muon
+from rl_async.trainer.optimizers import allocate_state, build_optimizer, parameter_groups
 from rl_async.trainer.packing import Tensors
 from rl_async.trainer.ranks import adjacent_and_strided
 from rl_async.weight_sync.buckets import dtype_name
-from rl_async.weight_sync.experts import STACKED_FOR_ENGINES, expert_parts, single_layout, single_shards
+from rl_async.weight_sync.experts import STACKED_FOR_ENGINES, single_layout, single_shards
 from rl_async.weight_sync.layout import Layout, TensorSpec, fsdp2, sharded_dimension
 from rl_async.weight_sync.reshard import ShardedWeights, one_box_each
 
@@ -431,69 +429,3 @@ def shard(model: Any, mesh: DeviceMesh, dtype: torch.dtype, cpu_offload: bool = 
 def allocate(model: Any, device: str) -> None:
     """Give a sharded ``model.Headed`` memory for this rank's part of the parameters that have none yet."""
     model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
-
-
-def adamw_form(device: str) -> dict[str, bool]:
-    """Return the fastest form of torch's AdamW on a type of device: one kernel for all, or one per operation.
-
-    Both read and write every element once per kernel, so that one kernel takes a fraction of the time.
-    """
-    if device.partition(":")[0] in _get_fused_kernels_supported_devices():
-        return {"fused": True}
-    return {"foreach": True}
-
-
-def parameter_groups(
-    model: Headed, trained: Sequence[tuple[str, Tensor]], config: TrainerConfig
-) -> list[dict[str, Any]]:
-    """Divide the parameters that are ``trained``, by name, into the optimizer's groups.
-
-    Those of a vision tower have a learning rate of their own. With Muon, so do the matrices of the decoder's layers,
-    among them experts, that it trains; embeddings, heads, norms, biases and convolutions are AdamW's.
-    """
-    tower = {parameter for part in model.tower for parameter in part.parameters()}
-    layers = set(model.decoder.layers.parameters()) if config.optimizer == "muon" else set()
-    seen: list[Tensor] = []
-    matrices: list[Tensor] = []
-    others: list[Tensor] = []
-    for name, parameter in trained:
-        if parameter in tower:
-            seen.append(parameter)
-        elif parameter in layers and (parameter.dim() == 2 or expert_parts(name, parameter.shape)):
-            matrices.append(parameter)
-        else:
-            others.append(parameter)
-    groups: list[dict[str, Any]] = [
-        {"params": others},
-        {"params": matrices, "muon": True},
-        {"params": seen, "lr": config.vision_learning_rate or config.learning_rate},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def build_optimizer(groups: list[dict[str, Any]], config: TrainerConfig, device: str) -> torch.optim.Optimizer:
-    """Return the optimizer of ``groups`` of parameters, which are kept on ``device``, float32 each.
-
-    Raises UserError for one whose package is missing.
-    """
-    rate, betas, decay = config.learning_rate, (ADAM_BETA1, config.beta2), config.weight_decay
-    if config.optimizer == "adamw_8bit":
-        return AdamW8bit(groups, lr=rate, betas=betas, weight_decay=decay)
-    kind = Muon if config.optimizer == "muon" else torch.optim.AdamW
-    return kind(groups, lr=rate, betas=betas, weight_decay=decay, **adamw_form(device))
-
-
-def allocate_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter the state that its first step makes, so that a checkpoint can be read into it.
-
-    No weight changes: the step has gradients of 0 and a learning rate of 0.
-    """
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import UserError
-from rl_async.trainer.adamw_8bit import BLOCK, CODES, SCALES, torchao
 from rl_async.trainer.backend import ADAM_BETA1
-from rl_async.trainer.fsdp2 import build_optimizer
+from rl_async.trainer.optimizers import BLOCK, CODES, SCALES, build_optimizer, torchao
 from tests.support.torchao import add_torchao
 
 STEPS = 20

@@ -13,8 +13,8 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import UserError
 from rl_async.trainer.backend import learning_rate_factor
 from rl_async.trainer.compute_type import TOKENS, TRIES, measure_rates
-from rl_async.trainer.fsdp2 import Fsdp2Backend, adamw_form, allocate_state, build_optimizer
-from rl_async.trainer.muon import MOMENTUM
+from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.trainer.optimizers import MOMENTUM, adamw_form, allocate_state, build_optimizer
 
 STEPS = 5
 RATE, DECAY = 0.01, 0.1
