@@ -13,8 +13,7 @@ import time
 from rl_async import Version
 from rl_async.trainer.batches import take_batch
 from rl_async.trainer.checkpoints import CheckpointSchedule
-from rl_async.trainer.run import Run
-from rl_async.trainer.train import batch_metrics, begin
+from rl_async.trainer.train import Run, batch_metrics, begin
 from rl_async.trainer.update import update
 
 

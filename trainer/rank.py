@@ -61,9 +61,8 @@ from rl_async.trainer.publishing import (
 )
 from rl_async.trainer.ranks import StopRequest, as_rank_0, ranks_joined
 from rl_async.trainer.records import Recorder, next_lineage, require_newest
-from rl_async.trainer.run import Run
 from rl_async.trainer.trackers import Tracking
-from rl_async.trainer.train import train
+from rl_async.trainer.train import Run, train
 from rl_async.transfer_queue.auth import client_keys
 from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
 from rl_async.userload import load_user_object

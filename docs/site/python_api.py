@@ -46,7 +46,7 @@ OBJECTS = {
         "rl_async.trainer.algorithms.correction.Corrected",
     ],
     "A training loop of your own": [
-        "rl_async.trainer.run.Run",
+        "rl_async.trainer.train.Run",
         "rl_async.trainer.batches.take_batch",
         "rl_async.trainer.update.update",
         "rl_async.trainer.update.Updated",

@@ -23,7 +23,7 @@ from rl_async.agent_loop.chat_formats.format import CALL_END, CALL_START, render
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.configs.schema.data import WarmStartConfig
 from rl_async.files import written_whole
-from rl_async.trainer.finetune.warm_start import TokenRow, warm_start
+from rl_async.launcher.runs.tiny_model import TokenRow, warm_start
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = 65536

@@ -54,11 +54,11 @@ from rl_async.trainer.megatron.model import (
     join_groups,
     require_divisible,
     shape_of,
+    shared_places,
     shares_tokens,
     transformer_config,
     vocab_parallel_outputs,
 )
-from rl_async.trainer.megatron.packed_attention import shared_places
 from rl_async.trainer.megatron.weights import (
     DistributedAdamW,
     ShardedModel,

@@ -28,7 +28,7 @@ from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.batches import Batch, plan_batch
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.ranks import ranks_joined
-from rl_async.trainer.run import Run
+from rl_async.trainer.train import Run
 from rl_async.trainer.update import update
 from tests.conftest import make_rows
 from tests.contracts.backends.models import ROWS, loss_of, make_model, micro_batches

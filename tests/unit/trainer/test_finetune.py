@@ -12,6 +12,8 @@ from transformers import Qwen3ForSequenceClassification
 
 from rl_async.configs.schema.data import FinetuneConfig, WarmStartConfig
 from rl_async.errors import DataError, TrainingDiverged
+from rl_async.launcher.runs.reward_model import PairTraining, TokenPair, accuracy, bradley_terry, train_pairs
+from rl_async.launcher.runs.tiny_model import Plateau, next_check
 from rl_async.messages import Media
 from rl_async.pictures import PictureProcessor
 from rl_async.reward_loop.server.classifier import score
@@ -25,8 +27,6 @@ from rl_async.trainer.finetune.chat_rows import (
     total_steps,
 )
 from rl_async.trainer.finetune.loop import collate, is_measured, keep_lines
-from rl_async.trainer.finetune.reward_model import PairTraining, TokenPair, accuracy, bradley_terry, train_pairs
-from rl_async.trainer.finetune.warm_start import Plateau, next_check
 from tests.conftest import tiny_config
 from tests.support.tiny_models import drawing, save_vision_model
 

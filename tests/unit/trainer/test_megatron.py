@@ -30,7 +30,7 @@ from rl_async.trainer.megatron.mapping import (
     padded_vocab,
     parts_of,
 )
-from rl_async.trainer.megatron.packed_attention import shared_places
+from rl_async.trainer.megatron.model import shared_places
 from rl_async.trainer.packing import Tensors
 
 # The mapping between Hugging Face's weights and Megatron's, without Megatron: there and back, and where things lie.

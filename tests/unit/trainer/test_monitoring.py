@@ -39,8 +39,8 @@ from rl_async.trainer.monitoring import (
     engine_metrics,
     exceeds,
 )
-from rl_async.trainer.run import Run
 from rl_async.trainer.trackers import TRACKERS, Destination, Tracking, mlflow_name
+from rl_async.trainer.train import Run
 
 MIB = 1 << 20
 

@@ -22,8 +22,7 @@ from rl_async.messages import ToolCall, Turn, Version, episode_rewards
 from rl_async.trainer.publishing import EngineUpdates, of_publication
 from rl_async.trainer.ranks import StopRequest
 from rl_async.trainer.records import append_evaluation
-from rl_async.trainer.run import Run
-from rl_async.trainer.train import batch_metrics, conversation_metrics, conversation_sums, publishes_after
+from rl_async.trainer.train import Run, batch_metrics, conversation_metrics, conversation_sums, publishes_after
 from rl_async.weight_sync.protocol import SyncReport
 from rl_async.weight_sync.wave import CUT_OFF
 from tests.conftest import make_rows

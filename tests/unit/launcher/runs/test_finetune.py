@@ -36,13 +36,12 @@ from rl_async.launcher.runs.finetune import (
 )
 from rl_async.launcher.runs.reward_model import RECORD_FILE, RewardModelJob, make_reward_model
 from rl_async.launcher.runs.reward_model import split as reward_model_split
-from rl_async.launcher.runs.tiny_model import save, tiny_model, write_text_files
+from rl_async.launcher.runs.tiny_model import WarmStartResult, save, tiny_model, warm_start, write_text_files
 from rl_async.messages import Media
 from rl_async.pictures import PictureProcessor
 from rl_async.reward_loop.scorers.reward_model import ConversationEncoder, load_tokenizer
 from rl_async.reward_loop.server.classifier import load_classifier, score
 from rl_async.trainer.finetune.chat_rows import ROWS, ChatRows
-from rl_async.trainer.finetune.warm_start import WarmStartResult, warm_start
 from rl_async.trainer.images import ImageRow, Images, embedded, lay_images
 from tests.conftest import tiny_config
 from tests.e2e.small_runs import call
