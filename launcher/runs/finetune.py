@@ -42,7 +42,7 @@ from rl_async.launcher.supervisor import Interrupted, keep_ranks
 from rl_async.pictures import PictureProcessor
 from rl_async.process.private_folder import hold_private_folder
 from rl_async.reward_loop.scorers.reward_model import load_tokenizer
-from rl_async.trainer.finetune.chat_rows import HELD_OUT, IMAGES, ROWS, ChatRows, EncodedRow, total_steps
+from rl_async.trainer.finetune import HELD_OUT, IMAGES, ROWS, ChatRows, EncodedRow, total_steps
 
 POLL_S = 0.3
 # A whole run prints this many lines, besides those of measurements.

@@ -303,7 +303,7 @@ WITHOUT = {
     ("launcher/runs/rehearsal.py", "rehearse"): PEER,
     ("launcher/handle.py", "_named"): "what the same line has encoded",
     (
-        "trainer/finetune/chat_rows.py",
+        "trainer/finetune/__init__.py",
         "map",
     ): "written by the launcher beside the arrays",
     ("transfer_queue/store.py", "decode_snapshot"): CALLER,

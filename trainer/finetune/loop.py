@@ -49,7 +49,7 @@ from rl_async.trainer.checkpoints import (
     read_state,
 )
 from rl_async.trainer.export import export
-from rl_async.trainer.finetune.chat_rows import HELD_OUT, ROWS, ChatRows, batch_of, steps_per_epoch, total_steps
+from rl_async.trainer.finetune import HELD_OUT, ROWS, ChatRows, batch_of, steps_per_epoch, total_steps
 from rl_async.trainer.images import ImageRow, lay_images
 from rl_async.trainer.packing import Tensors, empty_tensors
 from rl_async.trainer.ranks import StopRequest, ranks_joined
