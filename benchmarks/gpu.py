@@ -49,9 +49,8 @@ from rl_async.configs.schema.trainer import TrainerConfig, WeightSyncConfig
 from rl_async.launcher.plan.machine import device_bucket
 from rl_async.launcher.plan.memory import LOGITS_CHUNK, size_of
 from rl_async.messages import Sampling, Version
-from rl_async.rollout_server.embedded.core import EngineCore, Sequence
+from rl_async.rollout_server.embedded.core import EngineCore, Sequence, capture_for
 from rl_async.rollout_server.embedded.engine_thread import EngineThread
-from rl_async.rollout_server.embedded.static_steps import capture_for
 from rl_async.torch_shared import pick_device
 from rl_async.trainer.actor_critic import device_name
 from rl_async.trainer.backend import Outputs

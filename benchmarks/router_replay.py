@@ -29,7 +29,7 @@ from rl_async.launcher.plan.artifacts import needs_preparation
 from rl_async.launcher.runs.prepare import prepare
 from rl_async.messages import Sampling, Trajectory, Version, VersionRun
 from rl_async.rollout_server.embedded.core import EngineCore, Sequence
-from rl_async.rollout_server.embedded.quantized import quantize_layers
+from rl_async.rollout_server.embedded.engine_thread import quantize_layers
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.packing import collate
 

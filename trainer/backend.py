@@ -116,7 +116,7 @@ class Backend(Protocol):
     def sharded_weights(self, what: Published = "merged") -> ShardedWeights:
         """Return this rank's shards of the weights that engines get, and the layout over all ranks.
 
-        Names are those of published checkpoints (``weight_sync/experts.py`` for experts); tied duplicates and a value
+        Names are those of published checkpoints (``weight_sync/layout.py`` for experts); tied duplicates and a value
         head are left out. Weights are sent in the model's dtype, without a copy if they are held as they are published.
         A backend that trains adapters gives the weights merged with them, the base without them, or the adapters alone,
         in float32 and named as in ``weight_sync/buckets.py``.

@@ -61,7 +61,7 @@ from rl_async.files import UNDECODABLE, force_to_disk, make_durable_folder
 from rl_async.model_files import FileDigest, digest
 from rl_async.trainer.backend import Backend
 from rl_async.trainer.pretrained import own_part, read_part
-from rl_async.weight_sync.experts import ExpertPart, expert_parts, published
+from rl_async.weight_sync.layout import ExpertPart, expert_parts, published
 
 log = logging.getLogger("rl_async.checkpoint")
 
@@ -497,7 +497,7 @@ def _part_to_write(name: str, tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]
 def read_shards(state: Mapping[str, Tensor], folder: Path) -> None:
     """Fill the tensors of ``state``, sharded or whole, in place. A collective of all ranks.
 
-    Stacked experts may be stored one by one (``weight_sync/experts.py``).
+    Stacked experts may be stored one by one (``weight_sync/layout.py``).
     Raises CheckpointDamaged on all ranks if one of them could not read.
     """
     try:
@@ -524,7 +524,7 @@ def _read_own(state: Mapping[str, Tensor], folder: Path) -> None:
 class StoredShards:
     """Reads any part of the tensors in a folder of shards. ``sizes`` has the shape of each by its name.
 
-    An expert that is stored stacked with others can be read by the name of its own, too (``weight_sync/experts.py``).
+    An expert that is stored stacked with others can be read by the name of its own, too (``weight_sync/layout.py``).
     A file is open for one slice: mapped pages count as a rank's memory.
     """
 
@@ -620,7 +620,7 @@ def write_whole(folder: Path, target: Path, rename: Callable[[str], str | None],
     """Assemble the tensors of ``folder`` into the safetensors file ``target``, one at a time.
 
     ``rename`` maps each tensor's name to its name in a model of Transformers, or to None to omit it; experts get the
-    names of published files of ``kind``, a ``model_type`` (``weight_sync/experts.py``). Not a collective: one process
+    names of published files of ``kind``, a ``model_type`` (``weight_sync/layout.py``). Not a collective: one process
     does it.
     """
     shards = StoredShards(folder)

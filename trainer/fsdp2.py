@@ -53,8 +53,15 @@ from rl_async.trainer.optimizers import allocate_state, build_optimizer, paramet
 from rl_async.trainer.packing import Tensors
 from rl_async.trainer.ranks import adjacent_and_strided
 from rl_async.weight_sync.buckets import dtype_name
-from rl_async.weight_sync.experts import STACKED_FOR_ENGINES, single_layout, single_shards
-from rl_async.weight_sync.layout import Layout, TensorSpec, fsdp2, sharded_dimension
+from rl_async.weight_sync.layout import (
+    STACKED_FOR_ENGINES,
+    Layout,
+    TensorSpec,
+    fsdp2,
+    sharded_dimension,
+    single_layout,
+    single_shards,
+)
 from rl_async.weight_sync.reshard import ShardedWeights, one_box_each
 
 aten: Any = torch.ops.aten

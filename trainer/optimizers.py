@@ -27,7 +27,7 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import UserError
 from rl_async.trainer.backend import ADAM_BETA1
 from rl_async.trainer.model import Headed
-from rl_async.weight_sync.experts import expert_parts
+from rl_async.weight_sync.layout import expert_parts
 
 # What a step keeps of the mean of earlier gradients; torch's default.
 MOMENTUM = 0.95

@@ -25,8 +25,7 @@ from rl_async.configs.load import load_config
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.memory import STAGES, gib, size_of
 from rl_async.launcher.plan.planning import Plan, plan
-from rl_async.weight_sync.experts import single_layout
-from rl_async.weight_sync.layout import Layout, TensorSpec, fsdp2, volume, whole
+from rl_async.weight_sync.layout import Layout, TensorSpec, fsdp2, single_layout, volume, whole
 from rl_async.weight_sync.sender import Rounds, plan_rounds
 
 # Of an H200, in bytes, as torch reports it.

@@ -21,8 +21,7 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.messages import Sampling
-from rl_async.rollout_server.embedded.core import EngineCore, Sequence
-from rl_async.rollout_server.embedded.static_steps import capture_for
+from rl_async.rollout_server.embedded.core import EngineCore, Sequence, capture_for
 from rl_async.trainer import attention
 from rl_async.trainer.actor_critic import build_models
 from rl_async.trainer.algorithms.algorithm import build

@@ -21,7 +21,7 @@ from rl_async.model_files import experts_of
 from rl_async.rollout_server.embedded.core import SERVED
 from rl_async.trainer.families import FAMILIES, MEGATRON_FAMILIES, why_not_shared, why_padded
 from rl_async.trainer.model import REPLAYED, why_prefixes_apart
-from rl_async.weight_sync.experts import STACKED_FOR_ENGINES, single
+from rl_async.weight_sync.layout import STACKED_FOR_ENGINES, single
 from tests.support.families import PADDED, config_of
 
 PAGE = Path(__file__).parents[2] / "docs/reference/models.md"

@@ -27,9 +27,8 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig, WeightSyncConfig
 from rl_async.errors import EngineError, EngineLost
 from rl_async.messages import Sampling, Version
-from rl_async.rollout_server.embedded.core import EngineCore, Sequence
+from rl_async.rollout_server.embedded.core import EngineCore, Sequence, uncaptured
 from rl_async.rollout_server.embedded.engine_thread import EngineThread
-from rl_async.rollout_server.embedded.static_steps import uncaptured
 from rl_async.torch_shared import give_back
 from rl_async.trainer.actor_critic import Models
 from rl_async.trainer.algorithms.algorithm import build

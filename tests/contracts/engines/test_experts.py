@@ -13,8 +13,7 @@ from torch import Tensor
 from rl_async.messages import Sampling, Version
 from rl_async.rollout_server.api import GenerateRequest
 from rl_async.rollout_server.vllm.client import VllmEngine
-from rl_async.weight_sync.experts import single
-from rl_async.weight_sync.layout import TensorSpec
+from rl_async.weight_sync.layout import TensorSpec, single
 from rl_async.weight_sync.layout import engine as engine_layout
 from tests.conftest import VOCAB, save_tokenizer
 from tests.contracts.engines.conftest import Connect

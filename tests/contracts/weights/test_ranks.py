@@ -14,8 +14,7 @@ from benchmarks.planned.clusters import CAPACITY, CLUSTERS, check_layout, plan_c
 from rl_async.errors import RanksLost
 from rl_async.messages import Version
 from rl_async.weight_sync.coordinator import WeightCoordinator
-from rl_async.weight_sync.experts import single_layout, single_specs
-from rl_async.weight_sync.layout import TensorSpec, engine, fsdp2, megatron, volume, whole
+from rl_async.weight_sync.layout import TensorSpec, engine, fsdp2, megatron, single_layout, single_specs, volume, whole
 from rl_async.weight_sync.protocol import SyncReport, TransportName
 from rl_async.weight_sync.sender import Outlet, RankShards, RemoteOutlet, plan_rounds
 from tests.contracts.weights import test_transport

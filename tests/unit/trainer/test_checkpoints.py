@@ -49,7 +49,7 @@ from rl_async.trainer.export import SHARDS, WEIGHTS, WHOLE, export, write_model
 from rl_async.trainer.families import FAMILIES
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.model import MODEL_FOLDER, build_headed
-from rl_async.weight_sync.experts import PUBLISHED
+from rl_async.weight_sync.layout import PUBLISHED
 from tests.contracts.trainer.workers.critic import CRITICS, state, train
 from tests.support.families import COMMON, SPECIAL
 

@@ -35,7 +35,7 @@ from rl_async.trainer.model import Headed, build_headed, keep_rows_apart
 from rl_async.trainer.packing import Tensors, collate, empty_tensors, row_calls
 from rl_async.trainer.ranks import StopRequest
 from rl_async.trainer.update import update
-from rl_async.weight_sync.experts import STACKED_FOR_ENGINES, single
+from rl_async.weight_sync.layout import STACKED_FOR_ENGINES, single
 from tests.support.families import COMMON, DISTINCT, PADDED, VOCAB, config_of, saved
 from tests.support.model_table import KINDS, PAGE, listed, table
 from tests.support.packed_gradients import gradients, largest_difference

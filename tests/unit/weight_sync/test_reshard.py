@@ -17,19 +17,23 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_async.errors import RanksLost, WeightSyncError
 from rl_async.weight_sync.buckets import Bucket
-from rl_async.weight_sync.experts import expert_parts, single, single_layout, single_shards, single_specs
 from rl_async.weight_sync.layout import (
     Box,
     Layout,
     Shard,
     TensorSpec,
     engine,
+    expert_parts,
     fsdp2,
     fused_parts,
     joined,
     megatron,
     sharded_dimension,
     shards_of,
+    single,
+    single_layout,
+    single_shards,
+    single_specs,
     slices,
     whole,
     without,

@@ -14,12 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rl_async.messages import Sampling
 from rl_async.model_files import MIXERS
 from rl_async.rollout_server.embedded.core import ATTENTION, SERVED, EngineCore, Sequence
-from rl_async.rollout_server.embedded.engine_thread import EngineThread, checksums
-from rl_async.rollout_server.embedded.quantized import quantize_layers
+from rl_async.rollout_server.embedded.engine_thread import EngineThread, checksums, quantize_layers
 from rl_async.torch_shared import BLOCK, DTYPES, quantize
 from rl_async.trainer.families import FAMILIES, logit_form
 from rl_async.weight_sync.buckets import unpack
-from rl_async.weight_sync.experts import single
+from rl_async.weight_sync.layout import single
 from tests.support.rounding import allowance, assert_near, in_float64, to_float64
 from tests.support.tiny_models import sparse_model
 from tests.support.weights import make_buckets

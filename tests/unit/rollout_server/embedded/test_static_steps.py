@@ -12,9 +12,8 @@ from transformers import Qwen3ForCausalLM
 
 from rl_async.messages import Sampling
 from rl_async.model_files import MIXERS
-from rl_async.rollout_server.embedded.core import EngineCore, Sequence
-from rl_async.rollout_server.embedded.quantized import quantize_layers
-from rl_async.rollout_server.embedded.static_steps import Capture, Step, uncaptured
+from rl_async.rollout_server.embedded.core import Capture, EngineCore, Sequence, Step, uncaptured
+from rl_async.rollout_server.embedded.engine_thread import quantize_layers
 from tests.unit.rollout_server.embedded.test_core import assert_as_plain, model, sequences
 from tests.unit.rollout_server.embedded.test_families import ALIKE, KINDS, peaked
 
