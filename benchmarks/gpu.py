@@ -62,7 +62,7 @@ from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 from rl_async.weight_sync.receiver import Assembler, WeightReceiver
 from rl_async.weight_sync.reshard import PointToPoint, ShardedWeights, plan, reshard
 from rl_async.weight_sync.sender import Outlet, RankShards
-from rl_async.weight_sync.transports.interface import bucket_device
+from rl_async.weight_sync.transports import bucket_device
 
 PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}  # NVIDIA's data sheets, SXM, dense bfloat16, FLOP/s
 SHAPES: dict[str, dict[str, int]] = {

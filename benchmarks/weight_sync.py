@@ -40,8 +40,8 @@ from rl_async.messages import Version
 from rl_async.rollout_server.vllm.client import VllmEngine
 from rl_async.weight_sync.buckets import Bucket, checksum, deltas, unpack
 from rl_async.weight_sync.coordinator import WeightCoordinator, Weights
+from rl_async.weight_sync.process_groups import GlooReceiver, GlooSender, broadcast
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
-from rl_async.weight_sync.transports.process_groups import GlooReceiver, GlooSender, broadcast
 from tests.support.weights import make_buckets
 
 MB = 1 << 20

@@ -70,7 +70,7 @@ from rl_async.weight_sync import sender
 from rl_async.weight_sync.coordinator import IdleCoordinator, WeightCoordinator, build_phase, shares_devices
 from rl_async.weight_sync.reshard import Gathering, PointToPoint
 from rl_async.weight_sync.sender import Outlet
-from rl_async.weight_sync.transports.interface import bucket_device
+from rl_async.weight_sync.transports import bucket_device
 
 log = logging.getLogger("rl_async.trainer")
 # Trains to the end, or returns False if the run was asked to stop and is saved: ``train``, or a user's own.

@@ -7,5 +7,5 @@ when engines and trainer use their devices and updates engines in groups, from a
 On the engine's side the server hands each request to ``receiver``.
 
 ``buckets`` packs tensors into byte buffers, ``layout`` and ``reshard`` bring weights from one layout over ranks into
-another, ``transports/`` moves bytes. To add a transport, write its two sides and a line in ``transports/interface.py``.
+another, ``transports`` moves bytes. To add a transport, write its two sides and a line in ``transports.py``.
 """

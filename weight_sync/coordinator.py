@@ -26,12 +26,11 @@ from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.errors import RlAsyncError, TrainerReplaced, WeightSyncError
 from rl_async.messages import EngineRecord, Version
 from rl_async.weight_sync import buckets as adapters
-from rl_async.weight_sync import wave
+from rl_async.weight_sync import transports, wave
 from rl_async.weight_sync.buckets import Bucket, deltas, numbered
 from rl_async.weight_sync.protocol import EngineControl, EngineDirectory, Hold, SyncReport
 from rl_async.weight_sync.sender import RankShards, RankShipment
-from rl_async.weight_sync.transports import disk
-from rl_async.weight_sync.transports.interface import TRANSPORTS, Sender, SenderSetup, Transport
+from rl_async.weight_sync.transports import TRANSPORTS, Sender, SenderSetup, Transport
 from rl_async.weight_sync.wave import CUT_OFF, BucketShipment, EngineFailed, FleetMember, WaveOutcome
 
 log = logging.getLogger("rl_async.weight_sync")
@@ -85,7 +84,7 @@ class Fleet:
         self._transport: Transport = TRANSPORTS[sync.transport]
         self._hold: Hold = "stage" if sync.staged else "keep" if sync.delta else "no"
         if sync.transport == "disk":
-            disk.clear(Path(sync.folder))
+            transports.clear(Path(sync.folder))
         self._directory, self._connect, self._engine_wait_s = directory, connect, engine_wait_s
         self._note, self._shares = note, shares
         self._lock = asyncio.Lock()

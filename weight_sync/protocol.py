@@ -51,7 +51,7 @@ class InitInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """A place in the memory of an accelerator, for processes on the same machine (``transports/ipc.py``).
+    """A place in the memory of an accelerator, for processes on the same machine (``transports.py``).
 
     ``device`` is its UUID, ``offset`` is within the allocation of ``handle``. ``counter`` names the shared memory that
     counts the users of the allocation. If ``wait``, a reader waits for ``event`` first.

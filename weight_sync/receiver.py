@@ -20,7 +20,7 @@ from rl_async.errors import WeightSyncError
 from rl_async.torch_shared import settle
 from rl_async.weight_sync.buckets import AdapterSum, Pairs, Piece, apply_delta, paired, unpack, verify
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
-from rl_async.weight_sync.transports.interface import TRANSPORTS, Receiver
+from rl_async.weight_sync.transports import TRANSPORTS, Receiver
 
 
 class AdapterLoader(NamedTuple):

@@ -58,7 +58,7 @@ from rl_async.weight_sync.buckets import (
 from rl_async.weight_sync.layout import Box, Layout, Shard, TensorSpec, common, lengths, slices, volume, whole
 from rl_async.weight_sync.protocol import Hold, Info, InitInfo, UpdateInfo
 from rl_async.weight_sync.reshard import LocalShards, ShardedWeights, moves
-from rl_async.weight_sync.transports.interface import TRANSPORTS, Sender, SenderSetup
+from rl_async.weight_sync.transports import TRANSPORTS, Sender, SenderSetup
 
 log = logging.getLogger("rl_async.weight_sync")
 

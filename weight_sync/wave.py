@@ -27,7 +27,7 @@ from rl_async.messages import EngineRecord, Version
 from rl_async.weight_sync.buckets import Bucket
 from rl_async.weight_sync.protocol import EngineControl, InitInfo, UpdateInfo
 from rl_async.weight_sync.sender import Needs
-from rl_async.weight_sync.transports.interface import Sender
+from rl_async.weight_sync.transports import Sender
 
 T = TypeVar("T")
 

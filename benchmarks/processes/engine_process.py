@@ -25,7 +25,7 @@ from rl_async.rollout_server.embedded.engine_thread import EngineThread
 from rl_async.rollout_server.embedded.server import EngineServer
 from rl_async.rollout_server.vllm.client import VllmEngine
 from rl_async.weight_sync.protocol import InitInfo
-from rl_async.weight_sync.transports.ipc import SharedMemorySender
+from rl_async.weight_sync.transports import SharedMemorySender
 from tests.support.weights import make_buckets
 
 START_S = 240.0

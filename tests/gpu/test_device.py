@@ -33,7 +33,7 @@ from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.packing import collate, row_calls, tree_calls
 from rl_async.trainer.update import update
 from rl_async.weight_sync.buckets import unpack
-from rl_async.weight_sync.transports.process_groups import NcclSender
+from rl_async.weight_sync.process_groups import NcclSender
 from tests.conftest import VOCAB, make_rows
 from tests.support.batches import shared_rows
 from tests.support.weights import make_buckets, whole_weights
@@ -253,7 +253,7 @@ import dataclasses
 import time
 import torch
 from rl_async.errors import WeightSyncError
-from rl_async.weight_sync.transports.process_groups import NcclSender
+from rl_async.weight_sync.process_groups import NcclSender
 from tests.support.weights import make_buckets
 
 torch.cuda.set_device(0)

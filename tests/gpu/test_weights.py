@@ -22,7 +22,7 @@ from rl_async.weight_sync.layout import TensorSpec, fsdp2, whole
 from rl_async.weight_sync.protocol import InitInfo
 from rl_async.weight_sync.receiver import RetainedBuckets
 from rl_async.weight_sync.reshard import Gathering, PointToPoint, ShardedWeights
-from rl_async.weight_sync.transports.ipc import SharedMemorySender
+from rl_async.weight_sync.transports import SharedMemorySender
 from tests.conftest import make_rows
 from tests.support.weights import TrainerRanks, whole_weights
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_async.weight_sync.layout import Box, Layout, common, volume
 from rl_async.weight_sync.reshard import LostRankFinder, RankMessages, ReshardPlan, messages_of, seconds_left
-from rl_async.weight_sync.transports.ipc import mapped, new_segment
+from rl_async.weight_sync.transports import mapped, new_segment
 
 
 class Figures(NamedTuple):

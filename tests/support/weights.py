@@ -15,7 +15,7 @@ from rl_async.weight_sync.protocol import InitInfo
 from rl_async.weight_sync.receiver import Assembler, WeightReceiver
 from rl_async.weight_sync.reshard import PointToPoint, ShardedWeights, plan, reshard
 from rl_async.weight_sync.sender import Outlet, OutletServer, RankShards, RemoteOutlet
-from rl_async.weight_sync.transports.ipc import SharedMemorySender
+from rl_async.weight_sync.transports import SharedMemorySender
 
 
 def make_buckets(parameters: Iterable[tuple[str, Tensor]], max_bytes: int) -> list[Bucket]:

@@ -21,7 +21,7 @@ from rl_async.trainer.packing import Tensors
 from rl_async.trainer.publishing import Canaries, WatchedPublisher
 from rl_async.trainer.rank import CANARY_TOKENS
 from rl_async.weight_sync.protocol import InitInfo
-from rl_async.weight_sync.transports.ipc import SharedMemorySender
+from rl_async.weight_sync.transports import SharedMemorySender
 from tests.conftest import VOCAB
 from tests.contracts.engines.engine_peers import Peer, running
 from tests.support.rounding import pass_rounding, unit_roundoff

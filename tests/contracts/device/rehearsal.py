@@ -45,7 +45,7 @@ from rl_async.weight_sync.protocol import InitInfo, SyncReport, UpdateInfo, of_w
 from rl_async.weight_sync.receiver import Assembler, RetainedBuckets, WeightReceiver
 from rl_async.weight_sync.reshard import Gathering, PointToPoint
 from rl_async.weight_sync.sender import Needs, Outlet, RankShards
-from rl_async.weight_sync.transports.interface import TRANSPORTS, Transport
+from rl_async.weight_sync.transports import TRANSPORTS, Transport
 from tests.conftest import VOCAB, make_rows
 from tests.support import python_device
 from tests.support.batches import shared_rows

@@ -33,7 +33,7 @@ from rl_async.rollout_server.vllm.client import VllmEngine
 from rl_async.weight_sync.buckets import Bucket
 from rl_async.weight_sync.coordinator import WeightCoordinator
 from rl_async.weight_sync.protocol import InitInfo, TransportName
-from rl_async.weight_sync.transports.ipc import SharedMemorySender
+from rl_async.weight_sync.transports import SharedMemorySender
 from tests.conftest import vllm_python
 from tests.contracts.weights.test_transport import Directory
 from tests.support.forked import Forked

@@ -25,7 +25,7 @@ from rl_async.trainer.packing import Tensors
 from rl_async.trainer.teacher import TeacherEndpoint, check_tokenizers
 from rl_async.weight_sync.buckets import Bucket, adapter_buckets, as_adapters, deltas, numbered
 from rl_async.weight_sync.protocol import Hold, InitInfo, UpdateInfo
-from rl_async.weight_sync.transports.ipc import SharedMemorySender
+from rl_async.weight_sync.transports import SharedMemorySender
 from tests.contracts.engines.conftest import Connect
 from tests.contracts.engines.engine_peers import (
     ATTEMPTS,

@@ -16,7 +16,7 @@ from rl_async.rollout_server.vllm.client import VllmEngine
 from rl_async.weight_sync.layout import TensorSpec, volume
 from rl_async.weight_sync.layout import engine as engine_layout
 from rl_async.weight_sync.protocol import InitInfo
-from rl_async.weight_sync.transports.ipc import SharedMemorySender
+from rl_async.weight_sync.transports import SharedMemorySender
 from tests.contracts.engines.conftest import Connect
 from tests.contracts.engines.engine_peers import (
     Peer,

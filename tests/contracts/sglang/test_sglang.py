@@ -47,7 +47,7 @@ from rl_async.rollout_server.sglang.client import SglangEngine
 from rl_async.weight_sync.buckets import Bucket, as_adapters, numbered
 from rl_async.weight_sync.coordinator import WeightCoordinator
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
-from rl_async.weight_sync.transports.ipc import SharedMemorySender
+from rl_async.weight_sync.transports import SharedMemorySender
 from tests.contracts.sglang.wheel import cut_out, field_names, load, refusal, routes, wheel_folder
 from tests.contracts.weights.test_transport import Directory
 from tests.support.configs import float32_config

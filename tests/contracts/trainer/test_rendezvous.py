@@ -23,7 +23,7 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.process.private_folder import RENDEZVOUS
 from rl_async.trainer.checkpoints import host_copy, own_parts, read_shards, write_shards
 from rl_async.trainer.ranks import ranks_joined
-from rl_async.weight_sync.transports.process_groups import joined_store
+from rl_async.weight_sync.process_groups import joined_store
 from tests.support.forked import Forked, start_ranks
 from tests.support.ports import free_port, listeners
 

@@ -20,7 +20,7 @@ from rl_async.rollout_server.vllm.client import VllmEngine
 from rl_async.weight_sync.buckets import Bucket, as_adapters
 from rl_async.weight_sync.coordinator import WeightCoordinator
 from rl_async.weight_sync.protocol import TransportName
-from rl_async.weight_sync.transports.disk import DiskSender
+from rl_async.weight_sync.transports import DiskSender
 from tests.support.forked import Forked
 from tests.support.weights import make_buckets
 

@@ -41,13 +41,17 @@ from rl_async.weight_sync.buckets import (
     verify,
 )
 from rl_async.weight_sync.layout import TensorSpec, slices, whole
+from rl_async.weight_sync.process_groups import GlooReceiver, GlooSender, NcclSender
 from rl_async.weight_sync.protocol import DeviceMemory, InitInfo, TransportName, UpdateInfo
 from rl_async.weight_sync.receiver import Assembler, RetainedBuckets, WeightReceiver
 from rl_async.weight_sync.receiver import merged as receiver_merged
-from rl_async.weight_sync.transports.disk import DiskSender
-from rl_async.weight_sync.transports.interface import bucket_device
-from rl_async.weight_sync.transports.ipc import SharedMemoryReceiver, SharedMemorySender, new_segment
-from rl_async.weight_sync.transports.process_groups import GlooReceiver, GlooSender, NcclSender
+from rl_async.weight_sync.transports import (
+    DiskSender,
+    SharedMemoryReceiver,
+    SharedMemorySender,
+    bucket_device,
+    new_segment,
+)
 from tests.support.rounding import assert_near, rounding
 from tests.support.seed import examples
 from tests.support.weights import Received, adapters, make_buckets, merged

@@ -35,7 +35,7 @@ from rl_async.weight_sync.coordinator import (
 )
 from rl_async.weight_sync.protocol import Hold, InitInfo, SyncReport, TransportName, UpdateInfo
 from rl_async.weight_sync.sender import RankShards
-from rl_async.weight_sync.transports.ipc import SharedMemorySender
+from rl_async.weight_sync.transports import SharedMemorySender
 from rl_async.weight_sync.wave import (
     CUT_OFF,
     BucketShipment,

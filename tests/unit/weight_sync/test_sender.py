@@ -20,16 +20,16 @@ from rl_async.concurrency import in_daemon_thread
 from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.errors import EngineLost, RanksLost, WeightSyncError
 from rl_async.messages import Version
+from rl_async.weight_sync import transports
 from rl_async.weight_sync.buckets import Bucket, unpack, wire_bytes
 from rl_async.weight_sync.layout import Box, Layout, Shard, TensorSpec, cut, engine, fsdp2, slices, volume, whole
 from rl_async.weight_sync.layout import shards_of as layout_shards
+from rl_async.weight_sync.process_groups import joined_store, listening_store
 from rl_async.weight_sync.protocol import Hold, InitInfo, TransportName, UpdateInfo, of_worker
 from rl_async.weight_sync.receiver import Assembler, WeightReceiver
 from rl_async.weight_sync.reshard import plan
 from rl_async.weight_sync.sender import Needs, Outlet, OutletServer, RemoteOutlet, followed, led, plan_rounds
-from rl_async.weight_sync.transports import interface
-from rl_async.weight_sync.transports.ipc import SharedMemorySender
-from rl_async.weight_sync.transports.process_groups import joined_store, listening_store
+from rl_async.weight_sync.transports import SharedMemorySender
 from tests.support.resharding import figures
 from tests.support.weights import HOST, TOKEN, TrainerRanks, shards_of, specs_of
 from tests.unit.weight_sync.fleet_engines import Directory, Engine, eventually, make_fleet, specs
@@ -440,7 +440,7 @@ def test_ranks_begin_with_different_workers(monkeypatch: pytest.MonkeyPatch) -> 
     served: dict[int, list[str]] = {}
 
     class Noting(SharedMemorySender):
-        def __init__(self, setup: interface.SenderSetup) -> None:
+        def __init__(self, setup: transports.SenderSetup) -> None:
             super().__init__()
             _, rank, self.worker = setup.group_name.rsplit("-", 2)
             self.rank = int(rank)
@@ -448,8 +448,8 @@ def test_ranks_begin_with_different_workers(monkeypatch: pytest.MonkeyPatch) -> 
         def send(self, bucket: Bucket) -> None:
             served.setdefault(self.rank, []).append(self.worker)
 
-    ours = interface.TRANSPORTS["ipc"]._replace(sender=Noting)
-    monkeypatch.setitem(interface.TRANSPORTS, "ipc", ours)
+    ours = transports.TRANSPORTS["ipc"]._replace(sender=Noting)
+    monkeypatch.setitem(transports.TRANSPORTS, "ipc", ours)
     whole_tensors = tensors()
     with TrainerRanks(whole_tensors, 3, WeightSyncConfig(transport="ipc", bucket_bytes=1 << 16)) as ranks:
         weights = ranks.weights(whole_tensors)

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from rl_async.accelerators import ACCELERATORS, NO_WATCHDOG, Accelerator, accelerator_here
 from rl_async.errors import WeightSyncError
 from rl_async.weight_sync.buckets import Bucket, verify
-from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
-from rl_async.weight_sync.transports.process_groups import (
+from rl_async.weight_sync.process_groups import (
     GlooReceiver,
     GlooSender,
     bind_groups,
@@ -30,6 +29,7 @@ from rl_async.weight_sync.transports.process_groups import (
     require_same_collectives,
     without_watchdog,
 )
+from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 from tests.support.ports import listeners
 from tests.support.weights import make_buckets
 

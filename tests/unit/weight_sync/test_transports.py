@@ -13,7 +13,7 @@ from rl_async.errors import WeightSyncError
 from rl_async.process.private_folder import SEGMENTS
 from rl_async.weight_sync.buckets import verify
 from rl_async.weight_sync.protocol import InitInfo
-from rl_async.weight_sync.transports.interface import NearestReceiver, NearestSender
+from rl_async.weight_sync.transports import NearestReceiver, NearestSender
 from tests.support.weights import make_buckets
 
 BUCKETS = list(make_buckets([(name, torch.full((4,), 1.0)) for name in "abc"], 16))
