@@ -1,10 +1,11 @@
 """The worker against a queue in memory: every leased sample is put or failed, and the end of the run ends it."""
 
 import asyncio
+import contextlib
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from rl_async.agent_loop.worker import (
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.queue import QueueConfig
 from rl_async.configs.schema.reward import JudgeConfig, RewardConfig, RewardTerm
-from rl_async.configs.schema.rollout import AgentConfig, GatewayConfig, SpeakerConfig, TruncationConfig
+from rl_async.configs.schema.rollout import AgentConfig, GatewayConfig, McpServerConfig, SpeakerConfig, TruncationConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError, EngineLost, EnvironmentFailed, QueueLost
 from rl_async.messages import (
@@ -559,7 +560,7 @@ def test_errors_that_differ_in_numbers_begin_alike() -> None:
 # A worker and a gateway, up to the first request to a queue that is not there.
 
 
-KEY = "RL_ASYNC_TEST_JUDGE_KEY"
+KEY, SERVERS_KEY = "RL_ASYNC_TEST_JUDGE_KEY", "RL_ASYNC_TEST_MCP_KEY"
 
 
 async def worker(config: RunConfig, queue: str, folder: Path) -> None:
@@ -595,14 +596,34 @@ async def ended(running: asyncio.Task[None]) -> None:
     assert isinstance((await asyncio.gather(running, return_exceptions=True))[0], asyncio.CancelledError)
 
 
-@pytest.mark.parametrize("role", [worker, gateway])
-async def test_keys_leave_the_environment_once_they_are_read(role: Any, config: RunConfig, tmp_path: Path) -> None:
-    running = asyncio.create_task(role(config, f"ipc://{tmp_path}/nobody", tmp_path))
+async def forgets(role: Any, config: RunConfig, folder: Path, *keys: str) -> None:
+    """Start a role; return when these variables have left the environment."""
+    running = asyncio.create_task(role(config, f"ipc://{folder}/nobody", folder))
     async with asyncio.timeout(10):
-        while KEY in os.environ and not running.done():  # noqa: ASYNC110 - an environment sets no event
+        while not os.environ.keys().isdisjoint(keys) and not running.done():  # noqa: ASYNC110 - it sets no event
             await asyncio.sleep(0.01)
     await ended(running)
-    assert KEY not in os.environ
+    assert os.environ.keys().isdisjoint(keys)
+
+
+@pytest.mark.parametrize("role", [worker, gateway])
+async def test_keys_leave_the_environment_once_they_are_read(role: Any, config: RunConfig, tmp_path: Path) -> None:
+    await forgets(role, config, tmp_path, KEY)
+
+
+async def test_keys_of_mcp_servers_leave_it_too(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextlib.asynccontextmanager
+    async def connected(agent: AgentConfig, logs: Path, owner: str) -> AsyncIterator[None]:
+        assert os.environ[SERVERS_KEY] == "another", "servers read it"
+        yield
+
+    monkeypatch.setenv(SERVERS_KEY, "another")
+    monkeypatch.setattr("rl_async.agent_loop.worker.connect_servers", connected)
+    server = McpServerConfig(url="http://127.0.0.1:1", headers_from={"Authorization": SERVERS_KEY})
+    agent = AgentConfig(mcp=(server,), unprinted_tools="allow")
+    await forgets(worker, replace(config, agent=agent), tmp_path, KEY, SERVERS_KEY)
 
 
 async def test_a_gateway_refuses_requests_without_its_token(config: RunConfig, tmp_path: Path) -> None:
