@@ -26,9 +26,8 @@ from rl_async.agent_loop.environments.session import (
 )
 from rl_async.agent_loop.environments.speakers import Services, Speaker, SpeechTooLong, make_opponents
 from rl_async.agent_loop.episode import Episode, Loop, PromptTooLong, get_loop
-from rl_async.agent_loop.step import Step
 from rl_async.agent_loop.tools.mcp_toolbox import McpToolbox
-from rl_async.agent_loop.tools.tool import CallableTool
+from rl_async.agent_loop.tools.tool import CallableTool, Step
 from rl_async.agent_loop.tools.tool_registry import (
     NO_SERVERS,
     TOOLS_OF_CODE,

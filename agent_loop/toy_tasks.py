@@ -39,7 +39,7 @@ from rl_async.agent_loop.environments.built_in import (
     draw_grid,
     reply,
 )
-from rl_async.agent_loop.tools.arithmetic import evaluate
+from rl_async.agent_loop.tools.tool import evaluate
 from rl_async.errors import ConfigError
 from rl_async.files import written_whole
 

@@ -36,7 +36,7 @@ ROLES = {
 }
 IMPORT = """
 import json, resource, sys
-from rl_async.process.allocation import importing
+from rl_async.process.role import importing
 with importing():
     import {module}
 used = resource.getrusage(resource.RUSAGE_SELF)

@@ -16,9 +16,8 @@ import msgspec
 from rl_async.configs.engines import ENGINES, EngineKind, EngineTraits
 from rl_async.configs.schema.algorithm import advantage_needs
 from rl_async.configs.schema.data import ComputeType, DataConfig, DataSource, ModelConfig, WarmStartConfig
-from rl_async.configs.schema.queue import QueueConfig, RedisConfig
 from rl_async.configs.schema.rollout import NODES, McpServerConfig
-from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.run import QueueConfig, RedisConfig, RunConfig
 from rl_async.errors import ConfigError
 from rl_async.messages import Task
 from rl_async.userload import is_user_reference

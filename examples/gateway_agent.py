@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 
-from rl_async.agent_loop.tools.arithmetic import evaluate
+from rl_async.agent_loop.tools.tool import evaluate
 from rl_async.gateway import Gateway, RemoteEpisode
 
 CLIENT = openai.OpenAI(base_url="none", api_key="none")  # shared: creating a client is slow

@@ -7,7 +7,7 @@ rl-async launch --mode disaggregated --config calculator agent.tools='[]' \\
 
 from mcp.server.mcpserver import MCPServer
 
-from rl_async.agent_loop.tools.arithmetic import evaluate
+from rl_async.agent_loop.tools.tool import evaluate
 
 server = MCPServer("calculator")
 

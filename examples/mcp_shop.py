@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rl_async.agent_loop.chat_formats.format import BAD_CALL
-from rl_async.agent_loop.tools.arithmetic import evaluate
+from rl_async.agent_loop.tools.tool import evaluate
 from rl_async.agent_loop.toy_tasks import assistant, broken, corrupt, tool_call, tool_result, wild_guess
 
 

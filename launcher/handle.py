@@ -27,7 +27,6 @@ from rl_async.files import make_durable_folder, nearest_run, undamaged
 from rl_async.insight.doctor import evaluates_only, is_recorded, launcher_of
 from rl_async.insight.tail import LineTail, Record
 from rl_async.insight.view.trajectories import RecordedFile, RecordedRow, lines, tokenizer_of
-from rl_async.launcher.child_process import tail_of
 from rl_async.launcher.run_folder import (
     FUNCTIONS,
     GIVEN,
@@ -40,6 +39,7 @@ from rl_async.launcher.run_folder import (
     resumed_run,
     unfinished,
 )
+from rl_async.launcher.supervisor import tail_of
 from rl_async.messages import Turn
 from rl_async.process.role import STARTER_FD, own_module, printable
 from rl_async.process.run_files import ProcessRecord, read_roster, said_last

@@ -31,9 +31,9 @@ from rl_async.accelerators import accelerator_here
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RlAsyncError, UserError
 from rl_async.files import written_whole
-from rl_async.launcher.child_process import TAIL_LINES, Child, Lifeline, tail_of
 from rl_async.launcher.plan.machine import check_engine_python
 from rl_async.launcher.plan.planning import GATEWAY, Plan, PortWish, ProcessSpec, hold_ports
+from rl_async.launcher.supervisor import TAIL_LINES, Child, Lifeline, tail_of
 
 KEY_HOLDERS = ("queue", "shard", "worker", "trainer")
 TOKEN_HOLDERS = ("engine", "reward-model", "worker", "trainer")
@@ -431,7 +431,7 @@ class KeeperClient(Protocol):
 
 
 class RemoteChild:
-    """A process with a keeper; see ``child_process.Child``. Its output is copied to ``log`` on the launcher's node."""
+    """A process with a keeper; see ``supervisor.Child``. Its output is copied to ``log`` on the launcher's node."""
 
     def __init__(self, name: str, client: KeeperClient, started: Started, host: str, log: Path) -> None:
         self.name, self.host, self.log = name, host, log

@@ -28,7 +28,6 @@ from rl_async.concurrency import gather_or_cancel, time_limit
 from rl_async.configs.derived import is_loopback
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RlAsyncError, UserError
-from rl_async.launcher.child_process import Process, ThisMachine
 from rl_async.launcher.plan.machine import PROBE_S, Measured, ask_torch
 from rl_async.launcher.plan.planning import RENDEZVOUS, Plan, ProcessSpec, meeting_port
 from rl_async.launcher.ray_keeper import (
@@ -53,6 +52,7 @@ from rl_async.launcher.ray_keeper import (
     sees,
     stays_on_launcher_node,
 )
+from rl_async.launcher.supervisor import Process, ThisMachine
 from rl_async.process.http_auth import token_file
 
 # Ray gives every node this label.

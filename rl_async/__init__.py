@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 PUBLIC = {
     "launcher.handle": ("launch", "load", "Run", "Sample"),
     "reward_loop.api": ("Conversation", "Score"),
-    "agent_loop.step": ("Step",),
-    "agent_loop.tools.tool": ("Tool",),
+    "agent_loop.tools.tool": ("Step", "Tool"),
     "agent_loop.environments.interface": ("Environment", "Game"),
     "messages": ("Task", "Turn", "ToolCall", "Trajectory", "Sampling", "Version"),
     "trainer.algorithms.losses": ("LossInputs", "SelectInputs", "PolicyLoss"),
@@ -25,7 +24,7 @@ PUBLIC = {
 if TYPE_CHECKING:
     from rl_async.agent_loop.environments.interface import Environment as Environment
     from rl_async.agent_loop.environments.interface import Game as Game
-    from rl_async.agent_loop.step import Step as Step
+    from rl_async.agent_loop.tools.tool import Step as Step
     from rl_async.agent_loop.tools.tool import Tool as Tool
     from rl_async.errors import ConfigError as ConfigError
     from rl_async.errors import RlAsyncError as RlAsyncError

@@ -17,8 +17,7 @@ import zmq
 from rl_async import tracing
 from rl_async.configs.derived import redis_of
 from rl_async.configs.load import load_resolved
-from rl_async.configs.schema.queue import SqliteConfig
-from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.run import RunConfig, SqliteConfig
 from rl_async.errors import ConfigError, JournalError
 from rl_async.files import make_durable_folder
 from rl_async.messages import Task

@@ -35,8 +35,7 @@ import zmq
 
 from rl_async import messages as m
 from rl_async.configs.derived import is_loopback, slack
-from rl_async.configs.schema.queue import QueueConfig
-from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.run import QueueConfig, RunConfig
 from rl_async.configs.suggestions import nearest
 from rl_async.errors import JournalError, ProtocolError, UserError
 from rl_async.files import UNDECODABLE

@@ -36,8 +36,7 @@ import msgspec
 
 from rl_async.agent_loop.chat_formats.format import Message
 from rl_async.agent_loop.environments.session import without_escapes
-from rl_async.agent_loop.step import Step
-from rl_async.agent_loop.tools.tool import ToolResult, failed
+from rl_async.agent_loop.tools.tool import Step, ToolResult, failed
 from rl_async.concurrency import outcomes, time_limit
 from rl_async.errors import ConfigError, DataError, EnvironmentFailed
 from rl_async.extraction import last_number

@@ -29,8 +29,7 @@ import msgspec
 from rl_async.agent_loop.chat_formats.format import Message
 from rl_async.agent_loop.environments import host_wire
 from rl_async.agent_loop.environments.session import OpenGame
-from rl_async.agent_loop.step import Step
-from rl_async.agent_loop.tools.tool import CallableTool, ToolResult
+from rl_async.agent_loop.tools.tool import CallableTool, Step, ToolResult
 from rl_async.concurrency import outcomes, time_limit, to_the_end
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, EnvironmentFailed, RlAsyncError

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from rl_async.agent_loop.chat_formats.format import Message
-from rl_async.agent_loop.step import Step
+from rl_async.agent_loop.tools.tool import Step
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError, EnvironmentFailed, RlAsyncError
 from rl_async.messages import Task

@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_async.agent_loop.step import Observation, Step
-from rl_async.agent_loop.tools.tool import Tool
+from rl_async.agent_loop.tools.tool import Observation, Step, Tool
 
 
 class Environment:

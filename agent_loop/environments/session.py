@@ -16,8 +16,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from rl_async.agent_loop.chat_formats.format import Message
-from rl_async.agent_loop.step import Step, checked
-from rl_async.agent_loop.tools.tool import CallableTool
+from rl_async.agent_loop.tools.tool import CallableTool, Step, checked
 from rl_async.concurrency import DaemonCalls, Overdue, contained, time_limit, within
 from rl_async.errors import ConfigError, EnvironmentFailed, RlAsyncError
 from rl_async.messages import Task

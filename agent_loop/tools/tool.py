@@ -1,18 +1,89 @@
-"""Typed functions as tools: a schema for the model, and calls with a deadline."""
+"""Typed functions as tools: a schema for the model, calls with a deadline, and the answer of a tool or environment."""
 
+import ast
 import copy
 import inspect
 import logging
-from collections.abc import Callable
+import operator
+import re
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, Self, get_type_hints
 
 import msgspec
 
-from rl_async.agent_loop.step import Step, checked
 from rl_async.concurrency import DaemonCalls, Overdue, contained, within
 from rl_async.errors import ConfigError, EnvironmentFailed
+from rl_async.reward_loop.api import finite_number
 from rl_async.transfer_queue.images import IMAGE_PARTS, read_parts
 from rl_async.userload import encodable, raised_at
+
+# A user's message as text, or chat messages; None says nothing.
+Observation = str | Sequence[dict[str, Any]] | None
+
+
+class Step(NamedTuple):
+    """An answer to one turn, or to one tool call in it.
+
+    ``reward`` is the turn's, and ``reason`` says why; both are recorded, and the reward counts in training beside the
+    episode's. ``done`` ends the episode, and so does an environment with nothing to say. In a game of several roles,
+    ``to`` names the one that is told the observation and speaks next.
+    """
+
+    observation: Observation = None
+    reward: float | None = None
+    done: bool = False
+    reason: str = ""
+    to: str = ""
+
+
+def checked(step: Step) -> Step:
+    """Return the step of a user's environment or tool with Python's own numbers.
+
+    Raises ValueError, which names the value, for a reward that is no finite number and a ``done`` that is no bool.
+    """
+    reward = None if step.reward is None else finite_number(step.reward)
+    if step.reward is not None and reward is None:
+        raise ValueError(f"returned {step.reward!r:.80}, not a reward that is a finite number")
+    # NumPy's truth values are of another type.
+    done: Any = step.done
+    if getattr(done, "size", None) == 1:
+        done = done.item()
+    if not isinstance(done, bool):
+        raise ValueError(f"returned done={step.done!r:.80}, not a bool")
+    return step._replace(reward=reward, done=done, reason=encodable(str(step.reason)))
+
+
+_ALLOWED = re.compile(r"[0-9+\-*() ]{1,24}")
+_BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+}
+
+
+def evaluate(expression: str) -> int:
+    """Evaluate ``expression``. Raises ValueError("bad expression") for anything but + - * ( ) and digits."""
+    if not _ALLOWED.fullmatch(expression):
+        raise ValueError("bad expression")
+    try:
+        return _value(ast.parse(expression.strip(), mode="eval").body)
+    except SyntaxError as error:
+        raise ValueError("bad expression") from error
+
+
+def _value(node: ast.expr) -> int:
+    match node:
+        case ast.Constant(value=int(value)):
+            return value
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+            return _BINARY[type(op)](_value(left), _value(right))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _value(operand)
+        case _:
+            raise ValueError("bad expression")
+
 
 log = logging.getLogger("rl_async.agent_loop")
 

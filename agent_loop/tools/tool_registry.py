@@ -14,9 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from rl_async.agent_loop.tools.arithmetic import evaluate
 from rl_async.agent_loop.tools.mcp_toolbox import FIRST_PAUSE_S, McpToolbox, mcp_servers
-from rl_async.agent_loop.tools.tool import CallableTool, Tool
+from rl_async.agent_loop.tools.tool import CallableTool, Tool, evaluate
 from rl_async.configs.derived import code_problem, listed_code
 from rl_async.configs.schema.reward import SandboxConfig
 from rl_async.configs.schema.rollout import AgentConfig

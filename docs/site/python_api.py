@@ -13,7 +13,7 @@ OBJECTS = {
     "Runs": [f"rl_async.launcher.handle.{name}" for name in ("launch", "load", "Run", "Sample")],
     "Agent programs": ["rl_async.gateway.Gateway", "rl_async.gateway.RemoteEpisode", "rl_async.gateway.GatewayError"],
     "Environments and tools": [
-        "rl_async.agent_loop.step.Step",
+        "rl_async.agent_loop.tools.tool.Step",
         "rl_async.agent_loop.environments.interface.Environment",
         "rl_async.agent_loop.environments.interface.Game",
         "rl_async.agent_loop.tools.tool.Tool",

@@ -27,14 +27,13 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import EXIT_SIGNAL, ConfigError, EngineError, RlAsyncError, RowsLost
 from rl_async.evaluation import answers_of, failed_row, failed_rows, summarize_with_total
 from rl_async.insight.recorded_evaluations import summary_table, write_lines
-from rl_async.launcher.child_process import ThisMachine
 from rl_async.launcher.plan.artifacts import checkpoints_beside
 from rl_async.launcher.plan.machine import check_api_keys, settle_here
 from rl_async.launcher.plan.planning import serves_reward_model
 from rl_async.launcher.run_folder import create, hold_unnamed, next_folder
 from rl_async.launcher.runs.launch import announce, log_into, make_ready, note_machine, prepare
 from rl_async.launcher.runs.prepare import prepare_data
-from rl_async.launcher.supervisor import Interrupted, Supervisor
+from rl_async.launcher.supervisor import Interrupted, Supervisor, ThisMachine
 from rl_async.messages import (
     Done,
     EngineRecord,

@@ -30,7 +30,6 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import EXIT_SIGNAL, DataError, UserError
 from rl_async.files import replace_file, undamaged
 from rl_async.insight.tail import LineTail, Record
-from rl_async.launcher.child_process import RoleFailed, ThisMachine
 from rl_async.launcher.plan.artifacts import SFT_FILE, check_model_folder, checkpoints, origin_of
 from rl_async.launcher.plan.machine import check_trainer, cores, read_machine, settle_here, with_threads
 from rl_async.launcher.plan.memory import model_size, read_shape
@@ -38,7 +37,7 @@ from rl_async.launcher.plan.planning import RENDEZVOUS, PortWish, assign_ports, 
 from rl_async.launcher.run_folder import create, hold, saved
 from rl_async.launcher.runs.launch import log_into, note_machine, shown, stop_text
 from rl_async.launcher.sources import model_folder
-from rl_async.launcher.supervisor import Interrupted, keep_ranks
+from rl_async.launcher.supervisor import Interrupted, RoleFailed, ThisMachine, keep_ranks
 from rl_async.pictures import PictureProcessor
 from rl_async.process.private_folder import hold_private_folder
 from rl_async.reward_loop.scorers.reward_model import load_tokenizer

@@ -34,7 +34,6 @@ from rl_async.insight.doctor import write_report
 from rl_async.insight.live_view import View, show_progress
 from rl_async.insight.tail import last_record
 from rl_async.installation import commit
-from rl_async.launcher.child_process import Executor, Lifeline, ThisMachine
 from rl_async.launcher.plan.artifacts import needs_data, needs_model, needs_preparation
 from rl_async.launcher.plan.machine import (
     MachineRecord,
@@ -60,7 +59,7 @@ from rl_async.launcher.run_folder import (
 )
 from rl_async.launcher.runs.rehearsal import Findings, check_printed
 from rl_async.launcher.sources import Fetched
-from rl_async.launcher.supervisor import Interrupted, Supervisor
+from rl_async.launcher.supervisor import Executor, Interrupted, Lifeline, Supervisor, ThisMachine
 from rl_async.process.http_auth import make_tokens, token_file
 from rl_async.process.private_folder import hold_private_folder
 from rl_async.process.role import LIFELINE_FD, own_module, say, steady_file

@@ -17,7 +17,7 @@ from rl_async.agent_loop.training_data import Pair, read_pairs
 from rl_async.errors import DataError, TrainingDiverged, UserError
 from rl_async.files import written_whole
 from rl_async.reward_loop.scorers.reward_model import ConversationEncoder, load_tokenizer
-from rl_async.reward_loop.server.classifier import longest, score, values
+from rl_async.reward_loop.server.app import longest, score, values
 from rl_async.torch_shared import pick_device
 
 REPORTS = 10

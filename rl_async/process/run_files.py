@@ -9,7 +9,7 @@
     RUN/timeline/WRITER.jsonl      which stage each lane entered and when; a stage lasts until the lane's next line
     RUN/profiles/request.json      what ``rl-async profile`` asks of the trainer ranks, which write traces beside it
 
-The launcher writes the processes (``launcher/child_process.py``), plans the memory (``launcher/plan/memory.py``) and
+The launcher writes the processes (``launcher/supervisor.py``), plans the memory (``launcher/plan/memory.py``) and
 sets it on the engines; trainer ranks compare their use with it. Each timeline file has one writing process, and at most
 two times MOST_BYTES are kept of it.
 """

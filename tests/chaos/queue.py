@@ -16,9 +16,8 @@ from typing import Any
 
 from rl_async.configs.load import dump
 from rl_async.configs.schema.data import DataConfig, ModelConfig
-from rl_async.configs.schema.queue import QueueConfig, RedisConfig
 from rl_async.configs.schema.rollout import RolloutConfig
-from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.run import QueueConfig, RedisConfig, RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.process.private_folder import make_private
 from tests.support.queue import Sample, lost, make_run_keys, stale, twice, whole_lines

@@ -15,7 +15,7 @@ from tests.e2e import small_runs as command
 from tests.e2e.small_runs import HARDLY_WARM, succeed
 
 GAME = """
-from rl_async.agent_loop.step import Step
+from rl_async.agent_loop.tools.tool import Step
 
 
 class Echo:

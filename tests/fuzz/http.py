@@ -49,8 +49,7 @@ from rl_async.messages import Done, Leased, LeasedGroup, Renewed, SampleKey, Tas
 from rl_async.process.http_auth import Access
 from rl_async.process.http_server import server_of
 from rl_async.process.role import bind
-from rl_async.reward_loop.server.app import Application, Batcher
-from rl_async.reward_loop.server.classifier import score
+from rl_async.reward_loop.server.app import Application, Batcher, score
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult, Heard
 from rl_async.rollout_server.embedded.core import EngineCore

@@ -8,8 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl_async.agent_loop.step import Step
-from rl_async.agent_loop.tools.tool import Tool
+from rl_async.agent_loop.tools.tool import Step, Tool
 from rl_async.messages import Task
 
 COMMAND = "setsid sleep 600 <&- >&- 2>&- & sleep {start_s}; echo $!; exec cat"

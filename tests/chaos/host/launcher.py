@@ -14,10 +14,10 @@ from unittest.mock import patch
 
 from rl_async.files import replace_file
 from rl_async.launcher import supervisor
-from rl_async.launcher.child_process import Executor
 from rl_async.launcher.cli.__main__ import main as rl_async
 from rl_async.launcher.plan import machine
 from rl_async.launcher.plan.planning import Plan, ProcessSpec
+from rl_async.launcher.supervisor import Executor
 
 PROXIED = "engine-0"
 

@@ -22,9 +22,9 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.rollout import Quantization, RolloutConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import LoraConfig, TrainerConfig, WeightSyncConfig
-from rl_async.launcher.child_process import Lifeline
 from rl_async.launcher.plan.memory import model_size
 from rl_async.launcher.plan.planning import HOST, PortWish, hold_ports, plan
+from rl_async.launcher.supervisor import Lifeline
 from rl_async.messages import EngineRecord, Version
 from rl_async.process.http_auth import bearer, make_tokens, run_token
 from rl_async.process.role import LIFELINE_FD

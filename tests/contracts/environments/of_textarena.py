@@ -9,8 +9,8 @@ from rl_async.agent_loop.environments.environment_registry import LocalEnvironme
 from rl_async.agent_loop.environments.session import OpenGame
 from rl_async.agent_loop.environments.speakers import Services
 from rl_async.agent_loop.runner import EpisodeRunner
-from rl_async.agent_loop.step import Step
 from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
+from rl_async.agent_loop.tools.tool import Step
 from rl_async.errors import ConfigError
 from rl_async.messages import Task
 from rl_async.reward_loop.api import Score

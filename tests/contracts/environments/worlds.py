@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_async.agent_loop.step import Step
-from rl_async.agent_loop.tools.tool import Tool
+from rl_async.agent_loop.tools.tool import Step, Tool
 from rl_async.messages import Task
 
 COUNTER = itertools.count()

@@ -5,9 +5,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from rl_async.launcher.child_process import ThisMachine
 from rl_async.launcher.plan.planning import assign_ports
-from rl_async.launcher.supervisor import Interrupted, Supervisor
+from rl_async.launcher.supervisor import Interrupted, Supervisor, ThisMachine
 
 
 async def main(folder: Path) -> int:

@@ -14,9 +14,8 @@ import pytest
 
 from rl_async.insight.doctor import request_stacks
 from rl_async.launcher import supervisor as children_module
-from rl_async.launcher.child_process import Child, Lifeline, RoleFailed, ThisMachine
 from rl_async.launcher.plan.planning import ProcessSpec
-from rl_async.launcher.supervisor import Children
+from rl_async.launcher.supervisor import Child, Children, Lifeline, RoleFailed, ThisMachine
 from rl_async.process import guard, kernel
 from rl_async.process.kernel import ENDED, catches, read_stat, state_of
 from rl_async.process.private_folder import (

@@ -17,10 +17,9 @@ import pytest
 from rl_async.errors import ConfigError, UserError
 from rl_async.launcher import ray_keeper as keepers
 from rl_async.launcher import ray_keeper as remote
-from rl_async.launcher.child_process import ThisMachine
 from rl_async.launcher.plan.planning import PortWish, assign_ports
 from rl_async.launcher.ray_keeper import AllocationRequest, Keeper, KeeperGone, KeeperSilent, RemoteChild
-from rl_async.launcher.supervisor import Interrupted, RoleFailed, Supervisor
+from rl_async.launcher.supervisor import Interrupted, RoleFailed, Supervisor, ThisMachine
 from rl_async.process.kernel import ENDED, state_of
 from rl_async.process.run_files import read_roster
 

@@ -16,8 +16,7 @@ import pytest
 import zmq
 
 from rl_async.configs.schema.data import DataConfig, ModelConfig
-from rl_async.configs.schema.queue import QueueConfig
-from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.run import QueueConfig, RunConfig
 from rl_async.errors import AccessDenied, ProtocolError, QueueLost
 from rl_async.messages import Done, Media, Refused, Reserved, Role, Status, StatusReport, Version
 from rl_async.transfer_queue import wire

@@ -15,9 +15,8 @@ from xxhash import xxh3_128_hexdigest
 
 from rl_async.configs.load import dump
 from rl_async.configs.schema.data import DataConfig, ModelConfig
-from rl_async.configs.schema.queue import QueueConfig, RedisConfig
 from rl_async.configs.schema.rollout import RolloutConfig
-from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.run import QueueConfig, RedisConfig, RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.messages import Commit, Done, LeasedGroup, Publish, Reserved, Role, StatusReport, Trajectory, Version
 from rl_async.process.private_folder import make_private

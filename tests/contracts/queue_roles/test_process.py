@@ -18,8 +18,7 @@ import pytest
 
 from rl_async.configs.load import dump
 from rl_async.configs.schema.data import DataConfig, ModelConfig
-from rl_async.configs.schema.queue import QueueConfig
-from rl_async.configs.schema.run import EvalConfig, RunConfig
+from rl_async.configs.schema.run import EvalConfig, QueueConfig, RunConfig
 from rl_async.errors import QueueLost, UserError
 from rl_async.messages import ROLES, Done, Leased, NotReady, Refused, Task, Version
 from rl_async.process.http_auth import bearer, make_tokens, run_token

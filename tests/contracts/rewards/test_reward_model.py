@@ -24,7 +24,7 @@ from rl_async.messages import Turn
 from rl_async.process.http_auth import TOKEN_FILE, bearer, make_tokens, run_token, token_file
 from rl_async.reward_loop.api import Conversation, ScorerFailed
 from rl_async.reward_loop.scorers.reward_model import RewardModel
-from rl_async.reward_loop.server import classifier
+from rl_async.reward_loop.server import app
 from tests.conftest import tiny_config
 from tests.support.forked import Forked
 from tests.support.ports import free_port
@@ -157,10 +157,10 @@ async def test_the_scorer_gives_what_the_model_gives(
 
 
 def test_rows_that_end_with_the_padding_token_are_read_at_their_end(folder: Path) -> None:
-    model = classifier.load_classifier(str(folder), "float32", "cpu")
+    model = app.load_classifier(str(folder), "float32", "cpu")
     padding = model.config.pad_token_id
     rows = [[5, 6, padding], [5, 6], [7, padding, padding, padding], [0], [padding]]
-    assert classifier.score(model, rows) == pytest.approx([reference(folder, row) for row in rows], abs=TOLERANCE)
+    assert app.score(model, rows) == pytest.approx([reference(folder, row) for row in rows], abs=TOLERANCE)
 
 
 def test_every_form_of_input(url: str, token: str, folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:

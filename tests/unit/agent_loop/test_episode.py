@@ -24,8 +24,7 @@ from rl_async.agent_loop.environments.session import Session, joined
 from rl_async.agent_loop.episode import Episode, PromptTooLong, RowTokens, tool_agent
 from rl_async.agent_loop.recorded import RecordedRunner, check_recording, needed_groups
 from rl_async.agent_loop.runner import EpisodeRunner
-from rl_async.agent_loop.step import Step
-from rl_async.agent_loop.tools.tool import Tool, ToolResult, marked_as_cut
+from rl_async.agent_loop.tools.tool import Step, Tool, ToolResult, marked_as_cut
 from rl_async.agent_loop.tools.tool_registry import task_tools
 from rl_async.agent_loop.toy_tasks import make_data
 from rl_async.configs.schema.algorithm import AlgorithmConfig

@@ -25,7 +25,7 @@ from rl_async.agent_loop.chat_formats.library import INSTALL, installed
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.environments.built_in import QUARTERS, Grid, Shop
 from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
-from rl_async.agent_loop.tools.arithmetic import evaluate
+from rl_async.agent_loop.tools.tool import evaluate
 from rl_async.agent_loop.toy_tasks import demonstrate_code, draw_digits, make_data, make_pairs, program, sample_code
 from rl_async.agent_loop.training_data import Chat, ChatEncoder, read_chats, read_pairs, to_chat, to_pair
 from rl_async.configs.schema.data import DataConfig, DataSource, ModelConfig

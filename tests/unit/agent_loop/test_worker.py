@@ -19,8 +19,7 @@ from rl_async.agent_loop.environments.environment_registry import ENVIRONMENTS
 from rl_async.agent_loop.gateway.server import run_gateway
 from rl_async.agent_loop.recorded import AsRecorded
 from rl_async.agent_loop.runner import EpisodeRunner
-from rl_async.agent_loop.step import Step
-from rl_async.agent_loop.tools.tool import Tool
+from rl_async.agent_loop.tools.tool import Step, Tool
 from rl_async.agent_loop.worker import (
     FIRST_LINES,
     FIRST_PAUSE_S,
@@ -32,10 +31,9 @@ from rl_async.agent_loop.worker import (
     run_worker,
 )
 from rl_async.configs.schema.data import DataConfig, ModelConfig
-from rl_async.configs.schema.queue import QueueConfig
 from rl_async.configs.schema.reward import JudgeConfig, RewardConfig, RewardTerm
 from rl_async.configs.schema.rollout import AgentConfig, GatewayConfig, McpServerConfig, SpeakerConfig, TruncationConfig
-from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.run import QueueConfig, RunConfig
 from rl_async.errors import ConfigError, DataError, EngineLost, EnvironmentFailed, QueueLost
 from rl_async.messages import (
     Done,

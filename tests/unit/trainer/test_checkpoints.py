@@ -16,8 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from rl_async.configs.schema.algorithm import AlgorithmConfig
 from rl_async.configs.schema.data import DataConfig, ModelConfig
-from rl_async.configs.schema.queue import QueueConfig
-from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.run import QueueConfig, RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import CheckpointDamaged
 from rl_async.model_files import experts_of

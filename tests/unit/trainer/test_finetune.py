@@ -16,7 +16,7 @@ from rl_async.launcher.runs.reward_model import PairTraining, TokenPair, accurac
 from rl_async.launcher.runs.tiny_model import Plateau, next_check
 from rl_async.messages import Media
 from rl_async.pictures import PictureProcessor
-from rl_async.reward_loop.server.classifier import score
+from rl_async.reward_loop.server.app import score
 from rl_async.trainer.finetune import (
     IMAGES,
     MEDIA,

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from rl_async.configs.schema.algorithm import AlgorithmConfig, ShapingConfig
 from rl_async.configs.schema.data import DataConfig, ModelConfig
-from rl_async.configs.schema.queue import QueueConfig
 from rl_async.configs.schema.rollout import RolloutConfig
-from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.run import QueueConfig, RunConfig
 from rl_async.transfer_queue.admission import (
     ORDERS,
     Candidate,

@@ -9,8 +9,7 @@ import pytest
 import zmq
 
 from rl_async.configs.schema.data import DataConfig, ModelConfig
-from rl_async.configs.schema.queue import QueueConfig
-from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.run import QueueConfig, RunConfig
 from rl_async.errors import QueueLost, UserError
 from rl_async.messages import ROLES
 from rl_async.transfer_queue.auth import (

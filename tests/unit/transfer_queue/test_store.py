@@ -6,9 +6,8 @@ import pytest
 
 from rl_async.configs.schema.algorithm import AlgorithmConfig, ShapingConfig
 from rl_async.configs.schema.data import CurriculumConfig, DataConfig, ModelConfig
-from rl_async.configs.schema.queue import QueueConfig
 from rl_async.configs.schema.rollout import AgentConfig
-from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.run import QueueConfig, RunConfig
 from rl_async.errors import DataError
 from rl_async.messages import (
     FAILED,

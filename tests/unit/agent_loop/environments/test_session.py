@@ -25,8 +25,7 @@ from rl_async.agent_loop.environments.host_pool import (
 )
 from rl_async.agent_loop.environments.session import Session, joined, without_escapes
 from rl_async.agent_loop.runner import EpisodeRunner
-from rl_async.agent_loop.step import Observation, Step
-from rl_async.agent_loop.tools.tool import Tool
+from rl_async.agent_loop.tools.tool import Observation, Step, Tool
 from rl_async.errors import EnvironmentFailed
 from rl_async.messages import Task, Trajectory
 from rl_async.reward_loop.api import Score

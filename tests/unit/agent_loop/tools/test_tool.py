@@ -18,8 +18,7 @@ from rl_async.agent_loop.chat_formats.format import HERMES
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.environments import speakers
 from rl_async.agent_loop.environments.environment_registry import ENVIRONMENTS
-from rl_async.agent_loop.step import Step
-from rl_async.agent_loop.tools.tool import Tool, ToolResult
+from rl_async.agent_loop.tools.tool import Step, Tool, ToolResult
 from rl_async.agent_loop.tools.tool_registry import BASH, CALCULATOR, PYTHON, CodeTools, get_tool
 from rl_async.configs.schema.reward import SandboxConfig
 from rl_async.errors import ConfigError, EnvironmentFailed

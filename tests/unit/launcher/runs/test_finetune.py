@@ -40,7 +40,7 @@ from rl_async.launcher.runs.tiny_model import WarmStartResult, save, tiny_model,
 from rl_async.messages import Media
 from rl_async.pictures import PictureProcessor
 from rl_async.reward_loop.scorers.reward_model import ConversationEncoder, load_tokenizer
-from rl_async.reward_loop.server.classifier import load_classifier, score
+from rl_async.reward_loop.server.app import load_classifier, score
 from rl_async.trainer.finetune import ROWS, ChatRows
 from rl_async.trainer.images import ImageRow, Images, embedded, lay_images
 from tests.conftest import tiny_config

@@ -145,7 +145,7 @@ def test_what_only_the_run_had_is_a_users_error(
 GAME = """
 from pathlib import Path
 
-from rl_async.agent_loop.step import Step
+from rl_async.agent_loop.tools.tool import Step
 
 
 class Game:
