@@ -21,10 +21,13 @@ from rl_async.agent_loop.environments.session import (
     Environments,
     OpenEnvironment,
     OpenGame,
+    Services,
+    Speaker,
+    SpeechTooLong,
     check_opponents,
     joined,
+    make_opponents,
 )
-from rl_async.agent_loop.environments.speakers import Services, Speaker, SpeechTooLong, make_opponents
 from rl_async.agent_loop.episode import Episode, Loop, PromptTooLong, get_loop
 from rl_async.agent_loop.tools.mcp_toolbox import McpToolbox
 from rl_async.agent_loop.tools.tool import CallableTool, Step

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from rl_async.configs.schema.reward import SandboxConfig
-from rl_async.sandbox.api import Sandbox, Workspace
+from rl_async.sandbox import Sandbox, Workspace
 from rl_async.sandbox.bubblewrap import PYTHON
 from rl_async.sandbox.kinds import make_sandbox
 

@@ -13,7 +13,7 @@ PUBLIC = {
     "launcher.handle": ("launch", "load", "Run", "Sample"),
     "reward_loop.api": ("Conversation", "Score"),
     "agent_loop.tools.tool": ("Step", "Tool"),
-    "agent_loop.environments.interface": ("Environment", "Game"),
+    "agent_loop.environments.session": ("Environment", "Game"),
     "messages": ("Task", "Turn", "ToolCall", "Trajectory", "Sampling", "Version"),
     "trainer.algorithms.losses": ("LossInputs", "SelectInputs", "PolicyLoss"),
     "trainer.algorithms.advantages": ("AdvantageInputs", "Groups"),
@@ -22,8 +22,8 @@ PUBLIC = {
 }
 
 if TYPE_CHECKING:
-    from rl_async.agent_loop.environments.interface import Environment as Environment
-    from rl_async.agent_loop.environments.interface import Game as Game
+    from rl_async.agent_loop.environments.session import Environment as Environment
+    from rl_async.agent_loop.environments.session import Game as Game
     from rl_async.agent_loop.tools.tool import Step as Step
     from rl_async.agent_loop.tools.tool import Tool as Tool
     from rl_async.errors import ConfigError as ConfigError

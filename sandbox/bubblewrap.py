@@ -33,7 +33,7 @@ from rl_async.concurrency import outcomes, time_limit
 from rl_async.configs.schema.reward import SandboxConfig
 from rl_async.errors import ConfigError
 from rl_async.files import UNDECODABLE
-from rl_async.sandbox.api import Language, Limit, Result, SandboxLost, SandboxRefused
+from rl_async.sandbox import Language, Limit, Result, SandboxLost, SandboxRefused
 
 LENGTHS = struct.Struct(">II")
 # A reply may take so long beyond a program's limit, and the reply to any other request so long in all.

@@ -27,7 +27,7 @@ import msgspec
 from rl_async.configs.schema.reward import SandboxConfig
 from rl_async.errors import ConfigError
 from rl_async.files import UNDECODABLE
-from rl_async.sandbox.api import Language, Limit, Result, Sandbox, SandboxLost, SandboxRefused, refuse_top
+from rl_async.sandbox import Language, Limit, Result, Sandbox, SandboxLost, SandboxRefused, refuse_top
 from rl_async.sandbox.bubblewrap import (
     FIRST_PROCESS,
     OWN_BYTES,

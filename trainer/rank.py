@@ -45,8 +45,7 @@ from rl_async.trainer.checkpoints import (
 )
 from rl_async.trainer.evaluator import Evaluator
 from rl_async.trainer.families import text_of
-from rl_async.trainer.guard import Guard
-from rl_async.trainer.monitoring import EngineLoads, MemoryWatch, QueueDepth, RankCollector, StepProfiler
+from rl_async.trainer.monitoring import EngineLoads, Guard, MemoryWatch, QueueDepth, RankCollector, StepProfiler
 from rl_async.trainer.publishing import (
     PROMPT_TOKENS,
     Canaries,

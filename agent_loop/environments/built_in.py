@@ -20,7 +20,7 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from rl_async.agent_loop.chat_formats.format import Message
-from rl_async.agent_loop.environments.speakers import Services
+from rl_async.agent_loop.environments.session import Services
 from rl_async.agent_loop.tools.tool import Observation, Step, Tool
 from rl_async.agent_loop.tools.tool_registry import CALCULATOR
 from rl_async.concurrency import gather_or_cancel

@@ -29,8 +29,7 @@ from rl_async.agent_loop.environments.built_in import (
     SimulatedUser,
 )
 from rl_async.agent_loop.environments.harbor import harbor_tasks
-from rl_async.agent_loop.environments.session import GameSession, Session, call_user, check_opponents
-from rl_async.agent_loop.environments.speakers import Services
+from rl_async.agent_loop.environments.session import GameSession, Services, Session, call_user, check_opponents
 from rl_async.errors import ConfigError, RlAsyncError
 from rl_async.messages import Task
 from rl_async.userload import find_neighbours, is_user_reference, load_user_object

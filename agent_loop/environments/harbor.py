@@ -18,14 +18,14 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
-from rl_async.agent_loop.environments.speakers import Services
+from rl_async.agent_loop.environments.session import Services
 from rl_async.agent_loop.tools.tool import CallableTool
 from rl_async.agent_loop.tools.tool_registry import BASH, PYTHON, CodeTools
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError, EnvironmentFailed
 from rl_async.files import UNDECODABLE
 from rl_async.messages import Task
-from rl_async.sandbox.api import Language, Result, Sandbox, SandboxLost, SandboxRefused, Workspace
+from rl_async.sandbox import Language, Result, Sandbox, SandboxLost, SandboxRefused, Workspace
 
 log = logging.getLogger("rl_async.agent_loop")
 

@@ -17,8 +17,7 @@ import msgspec
 
 from rl_async.agent_loop.environments import host_wire
 from rl_async.agent_loop.environments.environment_registry import LocalEnvironments
-from rl_async.agent_loop.environments.session import USER_CALLS, GameSession, Session
-from rl_async.agent_loop.environments.speakers import Services
+from rl_async.agent_loop.environments.session import USER_CALLS, GameSession, Services, Session
 from rl_async.agent_loop.tools.tool import CallableTool, Step, Tool, ToolResult
 from rl_async.concurrency import time_limit, to_the_end
 from rl_async.configs.schema.run import RunConfig

@@ -2,6 +2,10 @@
 
 Users' methods are awaited or run in a thread, with a deadline; errors name the method and the line. Observations
 reach the model as plain text, without ANSI escapes. In a game each role has a conversation of its own.
+
+``Environment`` and ``Game`` list the methods of users' classes. A ``Speaker`` is a language model that speaks in an
+episode beside the policy: it plays a user or an opponent, as the policy itself or as a model behind a URL. ``Services``
+holds the config, the sandbox and the speakers that a worker's environments share.
 """
 
 import asyncio
@@ -9,18 +13,25 @@ import inspect
 import logging
 import math
 import re
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
-from rl_async.agent_loop.chat_formats.format import Message
-from rl_async.agent_loop.tools.tool import CallableTool, Step, checked
+from rl_async.agent_loop.chat_formats.format import ChatFormat, Message, SampledTurn, TooLong
+from rl_async.agent_loop.tools.tool import CallableTool, Observation, Step, Tool, checked
 from rl_async.concurrency import DaemonCalls, Overdue, contained, time_limit, within
+from rl_async.configs.schema.rollout import RolloutConfig, SpeakerConfig
+from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, EnvironmentFailed, RlAsyncError
-from rl_async.messages import Task
+from rl_async.messages import Sampling, Task
 from rl_async.reward_loop.api import Score, ScorerFailed, to_score
+from rl_async.reward_loop.model_client import poster_of, read_api_key, read_completion
+from rl_async.rollout_server.api import GenerateRequest, Generator
+from rl_async.sandbox import Sandbox
+from rl_async.sandbox.kinds import make_sandbox
 from rl_async.transfer_queue.chat_messages import ROLES
 from rl_async.transfer_queue.images import canonical, images_of
 from rl_async.userload import encodable, raised_at, told
@@ -130,7 +141,7 @@ class Environments(Protocol):
 
 
 class UserSession:
-    """An async context manager around a user's environment (``interface.py``), whose methods are all optional.
+    """An async context manager around a user's environment (``Environment``), whose methods are all optional.
 
     A built-in environment with ``own_deadlines`` gets none from here. Every method raises EnvironmentFailed if the
     environment raises, misses its deadline or returns something unusable, except for errors that name a user's mistake,
@@ -318,3 +329,201 @@ def _roles(name: str, roles: Any) -> Sequence[str]:
         f"environment {name}: its roles are {roles!r:.80}, not a list of different names of letters, digits, _ and -, "
         f"and other than {NO_ROLE!r}"
     )
+
+
+class Environment:
+    """A world or a simulated user that lives for one episode. Made from the episode's task; deriving is optional.
+
+    ``prepare``, a static method, may do work beforehand that does not depend on the task; see
+    ``environment_registry.EnvironmentKind``. Called in this order: ``reset``, ``tools``, then ``step`` after every turn
+    without tool calls until one is done, ``reward``, and always ``close``. The optional ``__aenter__`` and
+    ``__aexit__`` enclose them all. One with ``roles`` is a game, whose methods are those of ``Game``.
+    """
+
+    def reset(self) -> Observation:
+        """Begin; return the observation to append to the task's prompt."""
+        return None
+
+    def tools(self) -> Sequence[Tool]:
+        """Return this episode's tools, which the model gets in addition to the config's. Must not block."""
+        return ()
+
+    def step(self, answer: str) -> Step:
+        """Answer a turn of the model without tool calls. ``answer`` is the turn without its reasoning."""
+        return Step()
+
+    def reward(self) -> float | Mapping[str, Any]:
+        """Return the episode's reward beyond its turns' rewards: the value of the scorer ``environment``.
+
+        A mapping has it as ``score``, and further numbers to record.
+        """
+        return 0.0
+
+    def close(self) -> None:
+        """Release what the episode holds."""
+
+
+class Game:
+    """An environment of several roles, which speak in turn. Deriving is optional; ``roles`` makes a game of it.
+
+    Each role has a conversation of its own, which begins with the task's prompt and the first messages to the role. If
+    these begin with a system message, they replace the prompt.
+    """
+
+    roles: Sequence[str] = ()
+
+    def reset(self) -> Step:
+        """Begin; the step's observation goes ``to`` the role that speaks first."""
+        return Step(to=self.roles[0])
+
+    def tools(self) -> Sequence[Tool] | Mapping[str, Sequence[Tool]]:
+        """Return the tools of all roles, or those of each. Must not block."""
+        return ()
+
+    def step(self, answer: str) -> Step:
+        """Answer the turn of a role. The reward is that role's; ``to`` is the role that speaks next."""
+        return Step(done=True)
+
+    def reward(self) -> float | Mapping[str, Any]:
+        """Return the reward of each role beyond its turns' rewards, by role, or one reward for all of them."""
+        return 0.0
+
+    def close(self) -> None:
+        """Release what the episode holds."""
+
+
+class Said(NamedTuple):
+    """A speaker's text, ``whole`` unless it was cut off."""
+
+    text: str
+    whole: bool
+
+
+class SpeechTooLong(EnvironmentFailed):
+    """The prompt and the reasoning leave the speaker no tokens to answer."""
+
+
+class Speaker(Protocol):
+    """A language model that speaks."""
+
+    async def say(self, messages: Sequence[Message]) -> Said:
+        """Return the next message of the assistant. Raises EnvironmentFailed or EngineError."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class ServedSpeaker:
+    """A model behind an OpenAI-compatible URL. ``section`` is its place in the config.
+
+    Raises ConfigError if the environment lacks its API key.
+    """
+
+    def __init__(self, config: SpeakerConfig, section: str) -> None:
+        self._config, self._section = config, section
+        key = read_api_key(config.api_key_env, f"{section}.api_key_env")
+        self._poster = poster_of(config, config.url, section, key)
+
+    async def say(self, messages: Sequence[Message]) -> Said:
+        config = self._config
+        body: dict[str, Any] = {
+            "model": config.model,
+            "messages": list(messages),
+            "temperature": config.temperature,
+            "max_tokens": config.max_tokens,
+        } | config.extra_body
+        try:
+            raw = await self._poster.post({key: value for key, value in body.items() if value is not None})
+            choice = read_completion(raw, self._poster.url).choices[0]
+        except ScorerFailed as error:
+            raise EnvironmentFailed(f"{self._section}: {error}") from None
+        message, cut_off = choice.message, choice.finish_reason == "length"
+        if message.refusal or message.content is None:
+            kind = SpeechTooLong if cut_off else EnvironmentFailed
+            raise kind(f"{self._section}: {self._poster.url} said nothing: {message.refusal or ''!s:.200}")
+        return Said(message.content, whole=not cut_off)
+
+    async def close(self) -> None:
+        await self._poster.close()
+
+
+class PolicySpeaker:
+    """The policy itself. Its turns here are sampled by the same engines and never trained on."""
+
+    def __init__(
+        self, config: SpeakerConfig, section: str, rollout: RolloutConfig, chat: ChatFormat, generator: Generator
+    ) -> None:
+        self._chat, self._generator, self._section = chat, generator, section
+        self._limit, self._max_tokens = rollout.max_model_len, config.max_tokens
+        self._sampling = Sampling(temperature=config.temperature)
+
+    async def say(self, messages: Sequence[Message]) -> Said:
+        try:
+            prompt = self._chat.prompt(messages, limit=self._limit)
+        except TooLong as error:
+            raise SpeechTooLong(
+                f"{self._section}: what it has to read is {error}, and an engine takes {self._limit} "
+                "(rollout.max_model_len)"
+            ) from None
+        name = f"{self._section}.{uuid.uuid4().hex}"
+        request = GenerateRequest(
+            request_id=name,
+            token_ids=prompt,
+            sampling=self._sampling,
+            max_tokens=min(self._max_tokens, self._limit - len(prompt)),
+            stop_token_ids=self._chat.stop_token_ids,
+        )
+        result = await self._generator.generate(request, session=name)
+        text = self._chat.parse(SampledTurn(result.token_ids, prompt)).text
+        return Said(text, whole=result.finish_reason == "stop")
+
+    async def close(self) -> None:
+        """Nothing is open: the engines are the worker's."""
+
+
+def make_opponents(config: RunConfig, chat: ChatFormat, generator: Generator) -> dict[str, Speaker]:
+    """Make the models of ``agent.opponents``, by role. Raises ConfigError if the environment lacks an API key."""
+    made: dict[str, Speaker] = {}
+    for role, speaker in config.agent.opponents.items():
+        section = f"agent.opponents.{role}"
+        if speaker.url:
+            made[role] = ServedSpeaker(speaker, section)
+        else:
+            made[role] = PolicySpeaker(speaker, section, config.rollout, chat, generator)
+    return made
+
+
+USER = "agent.user"
+
+
+class Services:
+    """One for each worker. Without ``chat`` and ``generator`` the policy says nothing.
+
+    Raises ConfigError if the environment lacks the API key of ``agent.user``.
+    """
+
+    def __init__(self, config: RunConfig, chat: ChatFormat | None = None, generator: Generator | None = None) -> None:
+        self.config = config
+        self._sandbox: Sandbox | None = None
+        user = config.agent.user
+        self.user: Speaker | None = None
+        # The policy in its own role, in conversations that nothing is learned from.
+        self.policy: Speaker | None = None
+        if chat is not None and generator is not None:
+            sampling = SpeakerConfig(temperature=config.rollout.temperature, max_tokens=config.rollout.max_tokens)
+            self.policy = PolicySpeaker(sampling, "rollout", config.rollout, chat, generator)
+        if user is not None and user.url:
+            self.user = ServedSpeaker(user, USER)
+        elif user is not None and chat is not None and generator is not None:
+            self.user = PolicySpeaker(user, USER, config.rollout, chat, generator)
+
+    def sandbox(self) -> Sandbox:
+        """Return the sandbox, made at the first call. Raises ConfigError where none can be."""
+        if self._sandbox is None:
+            self._sandbox = make_sandbox(self.config.sandbox)
+        return self._sandbox
+
+    async def close(self) -> None:
+        """Close connections."""
+        if self.user is not None:
+            await self.user.close()

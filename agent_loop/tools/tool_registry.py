@@ -22,7 +22,7 @@ from rl_async.configs.schema.rollout import AgentConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError
 from rl_async.messages import Task
-from rl_async.sandbox.api import Language, Result
+from rl_async.sandbox import Language, Result
 from rl_async.userload import is_user_reference, load_user_object
 
 # A program may use this share of agent.tool_timeout_s, so that it ends, and its output is kept, before its call does.

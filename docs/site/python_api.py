@@ -14,8 +14,8 @@ OBJECTS = {
     "Agent programs": ["rl_async.gateway.Gateway", "rl_async.gateway.RemoteEpisode", "rl_async.gateway.GatewayError"],
     "Environments and tools": [
         "rl_async.agent_loop.tools.tool.Step",
-        "rl_async.agent_loop.environments.interface.Environment",
-        "rl_async.agent_loop.environments.interface.Game",
+        "rl_async.agent_loop.environments.session.Environment",
+        "rl_async.agent_loop.environments.session.Game",
         "rl_async.agent_loop.tools.tool.Tool",
     ],
     "Rewards": [
@@ -54,7 +54,7 @@ OBJECTS = {
         "rl_async.trainer.train.batch_metrics",
         "rl_async.trainer.checkpoints.CheckpointSchedule",
     ],
-    "Sandboxes": ["rl_async.sandbox.api.Sandbox", "rl_async.sandbox.api.Workspace", "rl_async.sandbox.api.Result"],
+    "Sandboxes": ["rl_async.sandbox.Sandbox", "rl_async.sandbox.Workspace", "rl_async.sandbox.Result"],
     "Errors": ["rl_async.errors"],
 }
 

@@ -251,7 +251,7 @@ def _play(trial: _Trial) -> str:
 
 async def _begin_and_end(config: RunConfig, task: Task) -> None:
     from rl_async.agent_loop.environments.environment_registry import LocalEnvironments
-    from rl_async.agent_loop.environments.speakers import Services
+    from rl_async.agent_loop.environments.session import Services
 
     assert config.agent.environment is not None
     # Hosts set their own, longer deadline for the start.

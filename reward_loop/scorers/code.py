@@ -34,7 +34,7 @@ from rl_async.reward_loop.scorers.code_tests import (
     same_value,
     starter_imports,
 )
-from rl_async.sandbox.api import Result, Sandbox, SandboxLost, SandboxRefused, Workspace
+from rl_async.sandbox import Result, Sandbox, SandboxLost, SandboxRefused, Workspace
 
 DRIVER = Path(code_driver.__file__).read_text()
 BESIDE, APART = f"{DRIVER}\nmain()\n", f"{DRIVER}\nmain_apart()\n"

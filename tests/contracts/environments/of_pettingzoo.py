@@ -5,8 +5,7 @@ import pettingzoo
 import pytest
 
 from rl_async.agent_loop.environments.environment_registry import get_environment
-from rl_async.agent_loop.environments.session import GameSession
-from rl_async.agent_loop.environments.speakers import Services
+from rl_async.agent_loop.environments.session import GameSession, Services
 from rl_async.errors import ConfigError
 from rl_async.messages import Task
 from tests.unit.agent_loop.fakes import run_config

@@ -4,8 +4,7 @@ from typing import Any
 
 from rl_async.agent_loop.chat_formats.format import Message
 from rl_async.agent_loop.environments.environment_registry import get_environment
-from rl_async.agent_loop.environments.session import Session
-from rl_async.agent_loop.environments.speakers import Services
+from rl_async.agent_loop.environments.session import Services, Session
 from rl_async.agent_loop.tools.tool import Step
 from rl_async.messages import Task
 from tests.unit.agent_loop.fakes import run_config

@@ -21,8 +21,7 @@ from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.environments import host_wire
 from rl_async.agent_loop.environments.environment_registry import LocalEnvironments
 from rl_async.agent_loop.environments.host_pool import MARK, HostedEnvironments, HostLink
-from rl_async.agent_loop.environments.session import Environments, OpenGame
-from rl_async.agent_loop.environments.speakers import Services
+from rl_async.agent_loop.environments.session import Environments, OpenGame, Services
 from rl_async.agent_loop.runner import EpisodeRunner
 from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
 from rl_async.agent_loop.tools.tool import ToolResult

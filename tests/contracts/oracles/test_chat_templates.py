@@ -23,10 +23,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from rl_async.agent_loop.chat_formats.format import CannotBridge, ChatFormat, SampledTurn
-from rl_async.agent_loop.chat_formats.format_registry import choose
+from rl_async.agent_loop.chat_formats.format_registry import MistralFormat, choose
 from rl_async.agent_loop.chat_formats.harmony import HarmonyFormat
 from rl_async.agent_loop.chat_formats.library import INSTALL, LibraryFormat, installed
-from rl_async.agent_loop.chat_formats.mistral import MistralFormat
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from tests.conftest import vllm_python
 from tests.contracts.oracles.oracle import oracle_python

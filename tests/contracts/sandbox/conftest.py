@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from rl_async.configs.schema.reward import SandboxConfig
-from rl_async.sandbox.api import Sandbox, Workspace
+from rl_async.sandbox import Sandbox, Workspace
 from rl_async.sandbox.bubblewrap import INSTALL
 from rl_async.sandbox.kinds import make_sandbox
 

@@ -13,7 +13,7 @@ from rl_async.messages import Trajectory
 from rl_async.reward_loop.api import Conversation, ScorerFailed
 from rl_async.reward_loop.scorers.code import CodeScorer
 from rl_async.reward_loop.service import RewardService
-from rl_async.sandbox.api import SandboxLost
+from rl_async.sandbox import SandboxLost
 from tests.contracts.sandbox.conftest import settings_of
 from tests.unit.reward_loop.outside import score as score_by
 from tests.unit.reward_loop.outside import task

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from rl_async.configs.schema.reward import SandboxConfig
-from rl_async.sandbox.api import Result, Sandbox, SandboxRefused, Workspace
+from rl_async.sandbox import Result, Sandbox, SandboxRefused, Workspace
 from rl_async.sandbox.bubblewrap import Bubblewrap, find_place
 from rl_async.sandbox.kinds import make_sandbox
 from tests.contracts.sandbox.conftest import MEMORY_BYTES, SETTINGS, settings_of

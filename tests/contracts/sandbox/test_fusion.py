@@ -20,7 +20,7 @@ from aiohttp.test_utils import TestServer
 
 from rl_async.configs.schema.reward import SandboxConfig
 from rl_async.errors import ConfigError
-from rl_async.sandbox.api import SandboxLost, SandboxRefused, Workspace
+from rl_async.sandbox import SandboxLost, SandboxRefused, Workspace
 from rl_async.sandbox.kinds import make_sandbox
 
 

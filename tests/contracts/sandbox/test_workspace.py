@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from rl_async.configs.schema.reward import RewardConfig, RewardTerm, SandboxConfig
 from rl_async.errors import ConfigError
 from rl_async.reward_loop.service import RewardService
-from rl_async.sandbox.api import Sandbox, SandboxLost, SandboxRefused, Workspace
+from rl_async.sandbox import Sandbox, SandboxLost, SandboxRefused, Workspace
 from rl_async.sandbox.bubblewrap import CHECKS, INSTALL
 from rl_async.sandbox.kinds import make_sandbox
 from tests.contracts.sandbox.conftest import SETTINGS, settings_of
@@ -129,7 +129,7 @@ async def test_a_closed_workspace_is_lost(sandbox: Sandbox) -> None:
 
 PROVIDER = """
 import asyncio, tempfile
-from rl_async.sandbox.api import Result, SandboxLost
+from rl_async.sandbox import Result, SandboxLost
 
 class Here:
     def __init__(self, config):

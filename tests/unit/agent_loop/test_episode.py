@@ -19,8 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rl_async.agent_loop.chat_formats.format import Message, TooLong
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.environments.interface import Environment
-from rl_async.agent_loop.environments.session import Session, joined
+from rl_async.agent_loop.environments.session import Environment, Session, joined
 from rl_async.agent_loop.episode import Episode, PromptTooLong, RowTokens, tool_agent
 from rl_async.agent_loop.recorded import RecordedRunner, check_recording, needed_groups
 from rl_async.agent_loop.runner import EpisodeRunner

@@ -26,11 +26,12 @@ from rl_async.messages import EngineList, EngineRecord, StatusReport, Version
 from rl_async.process.run_files import DeviceBudget, Holder, Phase, Stage, traces, write_request
 from rl_async.rollout_server.api import EngineLoad, EngineTokens
 from rl_async.trainer import monitoring
-from rl_async.trainer.guard import Guard, GuardAction
 from rl_async.trainer.monitoring import (
     STAGES,
     DeviceMeter,
     EngineLoads,
+    Guard,
+    GuardAction,
     HostMeter,
     MemoryWatch,
     Observation,

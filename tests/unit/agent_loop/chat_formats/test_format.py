@@ -23,10 +23,9 @@ from rl_async.agent_loop.chat_formats.format import (
     with_names,
     without_beginnings,
 )
-from rl_async.agent_loop.chat_formats.format_registry import OWN, SYNTAXES, choose, load_format
+from rl_async.agent_loop.chat_formats.format_registry import OWN, SYNTAXES, MistralFormat, choose, load_format, parse
 from rl_async.agent_loop.chat_formats.harmony import HarmonyFormat
 from rl_async.agent_loop.chat_formats.library import INSTALL, installed
-from rl_async.agent_loop.chat_formats.mistral import MistralFormat, parse
 from rl_async.agent_loop.chat_formats.render import ChatRenderer, TokenizerFormat
 from rl_async.agent_loop.gateway.chat import read_answer
 from rl_async.agent_loop.gateway.gateway_episode import cut_at_stop

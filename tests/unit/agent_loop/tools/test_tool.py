@@ -16,14 +16,14 @@ from rl_async import concurrency
 from rl_async.agent_loop import runner
 from rl_async.agent_loop.chat_formats.format import HERMES
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.environments import speakers
+from rl_async.agent_loop.environments import session
 from rl_async.agent_loop.environments.environment_registry import ENVIRONMENTS
 from rl_async.agent_loop.tools.tool import Step, Tool, ToolResult
 from rl_async.agent_loop.tools.tool_registry import BASH, CALCULATOR, PYTHON, CodeTools, get_tool
 from rl_async.configs.schema.reward import SandboxConfig
 from rl_async.errors import ConfigError, EnvironmentFailed
 from rl_async.messages import Task, Trajectory
-from rl_async.sandbox.api import Language, Result, SandboxLost
+from rl_async.sandbox import Language, Result, SandboxLost
 from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config
 
 
@@ -315,7 +315,7 @@ async def test_an_episode_has_one_workspace(
     renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch, tools: tuple[str, ...]
 ) -> None:
     sandbox = ScriptedSandbox(ended(b"1"), ended(b"2"))
-    monkeypatch.setattr(speakers, "make_sandbox", lambda config: sandbox)
+    monkeypatch.setattr(session, "make_sandbox", lambda config: sandbox)
     row = await play(renderer, *tools)
     (workspace,) = sandbox.opened
     assert (workspace.programs, workspace.closed) == ([("python", "a"), ("bash", "b")], 1)
@@ -351,7 +351,7 @@ async def test_each_role_of_a_game_has_a_workspace_of_its_own(
     renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sandbox, call = ScriptedSandbox(ended(b"1"), ended(b"2")), CALL % ("bash", "command", "b")
-    monkeypatch.setattr(speakers, "make_sandbox", lambda config: sandbox)
+    monkeypatch.setattr(session, "make_sandbox", lambda config: sandbox)
     monkeypatch.setitem(ENVIRONMENTS, "own", Relay)
     config = run_config(environment="own", tools=("bash",), max_tokens=256)
     engine = ScriptedEngine(renderer, [call, "5", call, "over"])
