@@ -345,8 +345,9 @@ def test_every_key_without_a_place_is_listed(tmp_path: Path) -> None:
 
 def test_a_misspelt_key_is_told_its_neighbour(tmp_path: Path) -> None:
     """Also where keys of its section are known to have no counterpart, such as this one's."""
-    _, text = verl_translated(tmp_path, "actor_rollout_ref.rollout.temprature=0.7", "actor_rollout_ref.rollout.top_p=0.9")
-    assert "actor_rollout_ref.rollout.temprature = 0.7; is actor_rollout_ref.rollout.temperature meant?" in text
+    rollout = "actor_rollout_ref.rollout"
+    _, text = verl_translated(tmp_path, f"{rollout}.temprature=0.7", f"{rollout}.top_p=0.9")
+    assert f"{rollout}.temprature = 0.7; is {rollout}.temperature meant?" in text
     # A known one is not taken for a slip of another.
     assert text.count("meant?") == 1
 
