@@ -55,6 +55,7 @@ class SourceQueue:
         self.answers = list(answers)
 
     def reserve(self, step: int, wait_s: float) -> Reserved | NotReady:
+        assert step == BATCH.step and 0 < wait_s <= 10, "it waits at the queue, and not past a request to stop"
         return self.answers.pop(0)
 
     def fetch_announced(self, headers: Sequence[TrajectoryHeader]) -> list[Trajectory]:
@@ -148,6 +149,27 @@ def take(queue: ChangedRowsQueue, folder: Path) -> list[Trajectory]:
 def test_rows_that_were_lost_are_asked_for_again(alone: None, tmp_path: Path) -> None:
     rows = make_rows(5, groups=1, samples=2)
     assert take(ChangedRowsQueue(RowsLost("gone"), rows), tmp_path) == rows
+
+
+def test_a_batch_has_its_rows_and_the_images_that_these_show(alone: None) -> None:
+    rows, shown = make_rows(5, groups=1, samples=2), list[list[Trajectory]]()
+    reserved = Reserved(step=5, headers=[row.header() for row in rows])
+
+    class Source(QueueSource):
+        def reserve(self, step: int, stopping: Callable[[], bool]) -> Reserved | None:
+            return reserved
+
+        def fetch(self, headers: Sequence[TrajectoryHeader]) -> list[Trajectory]:
+            return rows
+
+        def fetch_media(self, rows: Sequence[Trajectory]) -> dict[str, bytes]:
+            shown.append(list(rows))
+            return {"sha256": b"picture"}
+
+    source = Source(SourceQueue(), 1.0, lambda step, rows: None)
+    batch = take_batch(5, source, StopRequest(), CONFIG, pure_data_parallel(), RowCost(0, 0))
+    assert batch is not None and shown == [rows]
+    assert (batch.step, batch.headers, batch.media) == (5, reserved.headers, {"sha256": b"picture"})
 
 
 def test_changed_rows_are_recorded_by_any_rank_and_never_trained(alone: None, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What a trainer evaluates when it begins, after a restart and at the end, and what it reports of each step."""
 
 import json
+import logging
 import signal
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,6 +20,9 @@ from rl_async.configs.load import load_config
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import EvalConfig, RunConfig
 from rl_async.messages import ToolCall, Turn, Version, episode_rewards
+from rl_async.process.run_files import read_progress
+from rl_async.trainer.checkpoints import FORMAT, CheckpointState
+from rl_async.trainer.guard import GuardAction
 from rl_async.trainer.publishing import EngineUpdates, of_publication
 from rl_async.trainer.ranks import StopRequest
 from rl_async.trainer.records import append_evaluation
@@ -340,3 +344,60 @@ def test_the_update_of_an_engine_that_is_cut_off_has_an_error(spans: FakeSpans, 
     for stage in ("pause", "update, bucket 3/9", CUT_OFF):
         updates("a", "0.3", stage)
     assert spans.added == [("publish 0.3", "update engine", "publish", "cut off")]
+
+
+# What a trainer saves, lets go, tells of its passes, and does at the guard's word.
+
+
+def trainer(folder: Path, **given: Any) -> tuple[Run, dict[str, Heard]]:
+    """A run at lineage 3 whose other parts take any call."""
+    parts = {name: Heard() for name in ("profiler", "memory", "tracking", "recorder", "stop", "source", "saver")}
+    models = SimpleNamespace(trained=lambda: {".": "policy"})
+    return make_run(folder, lineage=3, models=models, **parts | given), parts | given
+
+
+def test_a_checkpoint_has_the_step_the_lineage_and_what_the_controller_and_the_queue_had_come_to(
+    alone: None, tmp_path: Path
+) -> None:
+    run, parts = trainer(tmp_path, kl=SimpleNamespace(coef=0.25), source=Heard(snapshot=b"queue"))
+    run.checkpoint(7)
+    state = CheckpointState(step=7, lineage=3, kl_coef=0.25, format=FORMAT)
+    assert parts["saver"].calls == [("save", {".": "policy"}, state, b"queue")]
+    assert parts["recorder"].calls == [("flush",)], "rows before it are on the disk"
+
+
+@pytest.mark.parametrize(("completed", "newest", "saves"), [(7, 4, True), (7, 7, False), (5, 0, False)])
+def test_a_trainer_that_leaves_saves_what_no_checkpoint_has(
+    alone: None, tmp_path: Path, completed: int, newest: int, saves: bool
+) -> None:
+    saver = Heard(durable=completed)
+    saver.newest = newest  # type: ignore[attr-defined]
+    own: dict[str, Any] = {"start_step": 5, "kl": SimpleNamespace(coef=0.0), "saver": saver}
+    run, parts = trainer(tmp_path, **own)
+    run.leave(completed)
+    assert [call[0] for call in saver.calls] == ["save"] * saves + ["wait", "durable"]
+    assert parts["source"].calls == [("snapshot",)] * saves + [("checkpointed", completed)]
+    assert parts["tracking"].calls == parts["profiler"].calls == [("close",)]
+
+
+def test_the_guards_word_reaches_the_queue_and_the_log(
+    alone: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    verdicts = {2: GuardAction(), 3: GuardAction(warning="the policy drifts"), 4: GuardAction(max_staleness=1)}
+    run, parts = trainer(tmp_path, guard=SimpleNamespace(observe=lambda step, metrics: verdicts[step]))
+    with caplog.at_level(logging.INFO, "rl_async.trainer"):
+        for step in verdicts:
+            run.watch(step, {})
+    assert parts["source"].calls == [("tighten", 1)]
+    assert caplog.messages[0] == "the policy drifts" and "1" in caplog.messages[1]
+
+
+def test_micro_batches_are_counted_for_the_live_view(alone: None, tmp_path: Path) -> None:
+    make_run(tmp_path).progress()("training", 3, 8)
+    found = read_progress(tmp_path, "trainer-0")
+    assert found is not None and (found.work, found.done, found.total, found.unit) == (
+        "training",
+        3,
+        8,
+        "micro-batches",
+    )
