@@ -43,18 +43,21 @@ from rl_async.trainer.algorithms.correction import Corrected
 from rl_async.trainer.algorithms.losses import LOSSES
 from rl_async.trainer.backend import LossFn, Outputs
 from rl_async.trainer.batch_layout import RowCost
-from rl_async.trainer.batches import Batch, plan_batch
+from rl_async.trainer.batches import Batch, MicroBatch, WholeBatch, plan_batch
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.packing import Tensors, collate
 from rl_async.trainer.ranks import pure_data_parallel
 from rl_async.trainer.records import explain
-from rl_async.trainer.teacher import Teachers
+from rl_async.trainer.teacher import TeacherEndpoint, Teachers
 from rl_async.trainer.update import (
+    LossSums,
     Precomputed,
     Updated,
     advantage_inputs,
     greedy_baselines,
+    micro_batch,
     penalised,
+    precompute,
     update,
 )
 from tests.conftest import VOCAB, make_rows
@@ -147,6 +150,125 @@ def test_every_micro_batch_of_every_pass_is_counted() -> None:
             for of in ("before the update", "of the reference", "of the teacher")
         },
         "training": [(done, 3 * looks) for done in range(3 * looks)],
+    }
+
+
+class Scores(Table):
+    """Its passes give each token's number as value, agree with a record of routers in half of the layers, and note what
+    they were asked for."""
+
+    replays_routers = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requested: list[frozenset[str]] = []
+
+    def forward(self, batch: Tensors, requested: frozenset[str] = frozenset()) -> Outputs:
+        self.requested.append(requested)
+        tokens = batch.tokens[:, 1:]
+        numbers = tokens.float()
+        return Outputs(
+            logprobs=-numbers,
+            values=numbers if "values" in requested else None,
+            entropy=numbers + 100 if "entropy" in requested else None,
+            sum_squares=numbers + 200 if "sum_squares" in requested else None,
+            agreement=torch.full(tokens.shape, 0.5),
+        )
+
+
+def micro_batches(whole: WholeBatch, rows: list[Trajectory], models: Models) -> list[MicroBatch]:
+    """Cut a batch in two of unlike size, and a third without rows."""
+    return [micro_batch(some, dict(enumerate(rows)), {}, whole, models) for some in ([0], [1, 2, 3], [])]
+
+
+def token_numbers(rows: list[Trajectory]) -> Tensor:
+    return torch.cat([torch.from_numpy(row.token_ids[1:]) for row in rows]).float()
+
+
+def test_each_pass_before_the_update_gives_what_the_algorithm_needs_of_every_token() -> None:
+    rows = make_rows(0, groups=1)
+    whole, policy, config = (
+        whole_batch(rows),
+        Scores(),
+        RunConfig(model=ModelConfig(path="p"), data=DataConfig(path="n")),
+    )
+    models = Models(policy, reference=Scores(), critic=None)  # type: ignore[arg-type]
+    needs = frozenset({"values", "entropy", "sum_squares"})
+    algorithm = replace(build(config), precompute=needs, decoupled=True, divergence=None, whole_reference=False)
+    sums = LossSums(policy.data_parallel)
+    found = precompute(models, whole, micro_batches(whole, rows, models), algorithm, sums, True, lambda *_: None)
+    numbers = token_numbers(rows)
+    assert policy.requested == [needs] * 3
+    for name, expected in {
+        "proximal": -numbers,
+        "reference": -numbers,
+        "values": numbers,
+        "entropy": numbers + 100,
+        "sum_squares": numbers + 200,
+    }.items():
+        assert torch.equal(getattr(found, name), expected), name
+    assert found.teacher is None and found.process is None and found.told == {}
+
+
+def test_the_answers_of_a_teachers_server_are_kept_for_the_loss_by_the_rows_of_their_micro_batch() -> None:
+    rows = make_rows(0, groups=1)
+    config = RunConfig(model=ModelConfig(path="none"), data=DataConfig(path="none"))
+    whole = whole_batch(rows)
+
+    class Server(TeacherEndpoint):
+        def __init__(self) -> None:
+            self.read: list[Tensors] = []
+
+        def score(self, batches: Sequence[Tensors]) -> list[Tensor]:
+            self.read += batches
+            return [-2.0 * batch.tokens[:, 1:].float() for batch in batches]
+
+    server = Server()
+    models = Models(Scores(), teachers=Teachers({"": server}))  # type: ignore[arg-type]
+    micros = micro_batches(whole, rows, models)
+    algorithm = replace(build(config), precompute=frozenset(), decoupled=True, divergence=None)
+    found = precompute(models, whole, micros, algorithm, LossSums(Table().data_parallel), False, lambda *_: None)
+    assert [tensors is micro.tensors for tensors, micro in zip(server.read, micros, strict=True)] == [True, True, False]
+    assert found.teacher is not None and torch.equal(found.teacher, -2.0 * token_numbers(rows))
+    assert list(found.told) == [(0,), (1, 2, 3), ()]
+    assert all(torch.equal(found.told[tuple(micro.rows)][""], -2.0 * micro.tensors.tokens[:, 1:]) for micro in micros)  # type: ignore[arg-type]
+
+
+def test_the_agreement_of_routers_is_that_of_trained_tokens_with_a_record_in_the_first_pass() -> None:
+    rows, sums = make_rows(0, groups=1), LossSums(Table().data_parallel)
+    for row in rows[1:]:
+        row.routed_experts = np.zeros((len(row.token_ids), 2, 1), np.uint8)
+    whole, models = whole_batch(rows), Models(Scores())  # type: ignore[arg-type]
+    first, second, empty = micro_batches(whole, rows, models)
+    assert first.recorded is None and second.recorded is not None and empty.tensors.tokens.numel() > 0
+    recorded = int(second.recorded.sum())
+    assert 0 < recorded == sum(int(row.loss_mask.sum()) for row in rows[1:])
+    for micro, agreement in ((first, 0.0), (second, 0.5), (second, 1.0), (empty, 0.0)):
+        sums.add_routes(micro, Outputs(agreement=torch.full(micro.tensors.mask.shape, agreement)))
+    sums.add_routes(replace(second, rows=[3, 2, 1]), Outputs())
+    assert sums.routed == {(1, 2, 3)}
+    assert sums.metrics()["router/agreement"] == 0.5
+
+
+def test_metrics_of_the_loss_are_means_over_tokens_and_zero_without_any() -> None:
+    sums = LossSums(Table().data_parallel)
+    assert set(sums.metrics().values()) == {0.0}
+    one = torch.tensor([[True, False]])
+    for number, name in enumerate(("kl", "entropy", "clipped", "masked"), 1):
+        sums.add(name, torch.tensor([[0.25 * number, 9.0]]), one)
+    sums.add("tokens", torch.ones(1, 2), one)
+    pairs = {"taught": "distance", "imitated": "surprise", "observed": "unforeseen"}
+    for number, (count, name) in enumerate(pairs.items(), 1):
+        sums.add(count, torch.full((1, 2), 2.0), one)
+        sums.add(name, torch.tensor([[float(number), 9.0]]), one)
+    assert sums.metrics() == {
+        "loss/kl_reference": 0.25,
+        "loss/entropy": 0.5,
+        "loss/clip_fraction": 0.75,
+        "loss/masked_fraction": 1.0,
+        "loss/kl_teacher": 0.5,
+        "loss/imitation": 1.0,
+        "loss/observations": 1.5,
     }
 
 
