@@ -103,7 +103,12 @@ class Table:
 
 
 def train(
-    rows: list[Trajectory], algorithm: AlgorithmConfig, minibatches: int = 1, epochs: int = 1
+    rows: list[Trajectory],
+    algorithm: AlgorithmConfig,
+    minibatches: int = 1,
+    epochs: int = 1,
+    policy: Table | None = None,
+    reference: Table | None = None,
 ) -> tuple[Table, Updated]:
     config = RunConfig(
         model=ModelConfig(path="none"),
@@ -113,8 +118,8 @@ def train(
     )
     headers = [row.header() for row in rows]
     batch = Batch(0, headers, plan_batch(headers, 0, config, 1, RowCost()), {row.key: row for row in rows})
-    policy = Table()
-    return policy, update(Models(policy), batch, build(config), config)  # type: ignore[arg-type]
+    policy = policy or Table()
+    return policy, update(Models(policy, reference), batch, build(config), config)  # type: ignore[arg-type]
 
 
 def test_old_logprobs_are_computed_once_for_all_epochs_and_minibatches() -> None:
@@ -232,6 +237,36 @@ def test_the_answers_of_a_teachers_server_are_kept_for_the_loss_by_the_rows_of_t
     assert found.teacher is not None and torch.equal(found.teacher, -2.0 * token_numbers(rows))
     assert list(found.told) == [(0,), (1, 2, 3), ()]
     assert all(torch.equal(found.told[tuple(micro.rows)][""], -2.0 * micro.tensors.tokens[:, 1:]) for micro in micros)  # type: ignore[arg-type]
+
+
+def test_only_tokens_of_high_entropy_move_the_policy() -> None:
+    """Entropies are the tokens' numbers."""
+
+    class Uncertain(Table):
+        def _outputs(self, batch: Tensors) -> Outputs:
+            return Outputs(logprobs=super()._outputs(batch).logprobs, entropy=batch.tokens[:, 1:].double())
+
+    rows = make_rows(0)
+    options = AlgorithmConfig(
+        loss="reinforce", correction="decoupled_token_is", aggregation="token-sum", top_entropy=0.4
+    )
+    everything, _ = train(rows, msgspec.structs.replace(options, top_entropy=1.0))
+    policy, updated = train(rows, options, policy=Uncertain())
+    sampled = np.concatenate([row.token_ids[row.loss_mask] for row in rows])
+    high = np.flatnonzero(np.arange(VOCAB) >= np.quantile(sampled, 0.6))
+    low = np.setdiff1d(np.arange(VOCAB), high)
+    assert (everything.table[low] != -4.0).any(), "they would have moved it"
+    assert (policy.table[low] == -4.0).all() and torch.equal(policy.table[high], everything.table[high])
+    assert updated.metrics["loss/masked_fraction"] == np.isin(sampled, low).mean()
+
+
+def test_the_kl_in_the_loss_is_told_as_its_mean_over_tokens() -> None:
+    """A token's log-probability is -4 by the policy and -3 by the reference."""
+    reference = Table()
+    with torch.no_grad():
+        reference.table += 1.0
+    _, updated = train(make_rows(0), AlgorithmConfig(kl=KlConfig(coef=0.1, estimator="k3")), reference=reference)
+    assert updated.metrics["loss/kl_reference"] == pytest.approx(math.e - 2.0, rel=1e-6)
 
 
 def test_the_agreement_of_routers_is_that_of_trained_tokens_with_a_record_in_the_first_pass() -> None:
