@@ -22,12 +22,19 @@ from transformers import PreTrainedTokenizerFast
 
 from rl_async.configs.load import load_config
 from rl_async.configs.schema.algorithm import ADVANTAGES as TRAITS
-from rl_async.configs.schema.algorithm import AdvantageOptions, AlgorithmConfig, CriticConfig, KlConfig, TeacherConfig
+from rl_async.configs.schema.algorithm import (
+    AdvantageOptions,
+    AlgorithmConfig,
+    CriticConfig,
+    KlConfig,
+    TeacherConfig,
+    TeacherModelConfig,
+)
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.reward import RewardConfig, RewardTerm
 from rl_async.configs.schema.rollout import EndpointConfig
 from rl_async.configs.schema.run import RunConfig
-from rl_async.configs.schema.trainer import TrainerConfig
+from rl_async.configs.schema.trainer import LoraConfig, TrainerConfig
 from rl_async.errors import ConfigError, RewardsMissing, TrainingDiverged, UserError
 from rl_async.messages import Media, Trajectory, Turn, episode_rewards, has_signal, role_rewards
 from rl_async.reward_loop.api import ScorerFailed
@@ -39,6 +46,7 @@ from rl_async.trainer.actor_critic import (
     compute_rates,
     critic_training,
     critic_update,
+    load_teachers,
     model_flops,
     peak_flops,
     policy_training,
@@ -47,7 +55,7 @@ from rl_async.trainer.algorithms.advantages import ADVANTAGES, EPSILON, Advantag
 from rl_async.trainer.algorithms.losses import divergence_of
 from rl_async.trainer.algorithms.rows import Rows, on_tokens
 from rl_async.trainer.backend import Backend, LossFn, Outputs, learning_rate_factor
-from rl_async.trainer.batch_layout import MiniBatch, Shown, TowerCost, row_cost_of
+from rl_async.trainer.batch_layout import MiniBatch, RowCost, Shown, TowerCost, row_cost_of
 from rl_async.trainer.batches import Batch, MicroBatch
 from rl_async.trainer.images import Images
 from rl_async.trainer.packing import Tensors, collate, empty_tensors
@@ -748,6 +756,58 @@ def hinting(folder: Path, hint: str, template: str = TEMPLATE, bos: str | None =
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     return Hints(hint, str(folder))
+
+
+class Adapted:
+    """A backend whose base is another function than the whole policy."""
+
+    replays_routers, row_cost = False, RowCost()
+
+    def __init__(self, path: str, **given: Any) -> None:
+        self.path, self.given = path, given
+
+    def forward(self) -> str:
+        return f"all of {self.path}"
+
+    def forward_base(self) -> str:
+        return f"the base of {self.path}"
+
+
+def test_adapters_without_themselves_are_the_reference_and_all_of_them_teach_with_a_hint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(actor_critic, "Fsdp2Backend", Adapted)
+    hinting(tmp_path, "w5")
+    policy = str(tmp_path)
+    config = RunConfig(
+        model=ModelConfig(path=policy, dtype="float32"),
+        data=DataConfig(path="none"),
+        trainer=TrainerConfig(learning_rate=1.0, lora=LoraConfig(rank=2)),
+        algorithm=AlgorithmConfig(
+            kl=KlConfig(coef=0.1),
+            teacher=TeacherConfig(by_source={"math": TeacherModelConfig(path=policy)}, hint="w5"),
+        ),
+    )
+    models: Any = build_models(config, "cpu")
+    assert models.reference.forward() == f"the base of {policy}"
+    assert models.reference.row_cost is models.policy.row_cost
+    teachers = models.teachers.models
+    assert teachers[""].forward() == f"all of {policy}" and isinstance(teachers["math"], Adapted)
+    assert teachers["math"].given["trains"] is False
+
+
+def test_a_teacher_that_numbers_tokens_otherwise_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
+    for name in ("policy", "other"):
+        (tmp_path / name).mkdir()
+    policy = str(save_tokenizer(tmp_path / "policy"))
+    teacher = TeacherConfig(path=str(changed_tokenizer(tmp_path / "other", {"w3": 4, "w4": 3})))
+    config = RunConfig(model=ModelConfig(path=policy), data=DataConfig(path="none"))
+
+    def make(path: str, **given: Any) -> Backend:
+        raise AssertionError(f"{path} was loaded")
+
+    with pytest.raises(ConfigError, match=r"algorithm\.teacher\.path"):
+        load_teachers(teacher, config, Adapted(policy), make)  # type: ignore[arg-type]
 
 
 def test_a_hint_stands_in_front_of_the_row_as_a_system_message(tmp_path: Path) -> None:
