@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -198,6 +198,9 @@ def become(
     """Run ``module`` or call ``module:function`` in this process, with its output appended to the files ``output``."""
     if session:
         os.setsid()
+    # A tracker of its own, as a new process has: when this one is killed, its segments of shared memory go with it. The
+    # inherited tracker ends with the tests, and would call them leaked then.
+    vars(resource_tracker)["_resource_tracker"]._fd = None
     for number, file in enumerate(output, start=1):
         with file.open("a") as opened:
             os.dup2(opened.fileno(), number)
