@@ -128,7 +128,8 @@ def all_runs(
     run_kinds: Iterator[Kind] = cycle(kind if isolated else Kind(kind.gateway, False, False) for kind in RUN_KINDS)
     left = all_faults(rounds, kinds, rng)
     struck, runs, in_vain = Counter[Fault](), 0, 0
-    most = -(-rounds // 2)  # so that there are at least two kinds of runs
+    # One run has room for one fault of each kind; more rounds strike at least two kinds of runs.
+    most = rounds if rounds <= len(kinds) else -(-rounds // 2)
     undisturbed_s: dict[Kind, float] = {}
     while left:
         kind = next(kind for kind in run_kinds if any(map(kind.allows, left)))

@@ -42,8 +42,10 @@ def test_a_trainer_killed_three_times_ends_with_the_weights_of_an_undisturbed_on
 @pytest.mark.timeout(1500)
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
 def test_whole_runs_survive_every_kind_of_fault() -> None:
-    """Also lost packets and a full disk where the machine permits namespaces."""
-    command = [sys.executable, "-m", "tests.chaos.run", "--rounds", str(len(KINDS)), "--steps", "12"]
+    """Also lost packets and a full disk where the machine permits namespaces. All strike one run, which has a gateway:
+    starting another would take as long as a third of the faults. ``test_killed_runs.py`` kills a worker.
+    """
+    command = [sys.executable, "-m", "tests.chaos.run", "--rounds", str(len(KINDS)), "--steps", "24"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1480)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{len(KINDS)} faults in" in done.stdout
