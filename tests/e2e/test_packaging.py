@@ -79,14 +79,12 @@ def test_the_wheel_holds_every_module_and_preset(site: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("extra", ["", "megatron", "ray"])
-def test_every_module_imports_from_the_wheel(site: Path, tmp_path: Path, extra: str) -> None:
-    """Modules that need no extra, and those that need this one; vLLM and verifiers 0.4 have environments of
+def test_every_module_imports_from_the_wheel(site: Path, tmp_path: Path) -> None:
+    """Modules that need no extra, and those whose extra is installed; vLLM and verifiers 0.4 have environments of
     their own."""
-    if extra and find_spec(extra) is None:
-        pytest.skip(f"{extra} is not here; install it with pip install 'rl-async[{extra}]'")
-    names = sorted(name for name in modules() if EXTRAS.get(name, "") == extra)
-    assert names
+    installed = {extra for extra in EXTRAS.values() if find_spec(extra)}
+    names = sorted(name for name in modules() if name not in EXTRAS or EXTRAS[name] in installed)
+    assert len(names) >= len(modules()) - len(EXTRAS)
     code = (
         f"import sys; sys.path.insert(0, {str(site)!r}); import importlib, rl_async\n"
         f"assert rl_async.__file__.startswith({str(site)!r}), rl_async.__file__\n"
