@@ -4,7 +4,8 @@
 # SET='a.b=c ...' overrides config keys of these two, RUN_NAME=NAME names the run.
 # make docs: build the documentation site into build/site.
 # make test-slow: more tests, of faults in the middle of runs, and of vLLM, SGLang, and verl's and TRL's formulas where
-# they are installed; LISTED=FILE adds the tests that the file lists. make test-nightly: what even that leaves out.
+# they are installed; LISTED=FILE adds the tests that the file lists. make test-nightly: what even that leaves out, and all
+# examples of property tests, of which the others try a fifth.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -40,7 +41,7 @@ test-slow: setup-test
 	$(RUN_TESTS) $(if $(LISTED),--slow-or-listed=$(LISTED),-m "slow and not nightly") $(TESTS)
 
 test-nightly: setup-test
-	ALL_EXAMPLES=1 $(RUN_TESTS) -m nightly $(TESTS)
+	ALL_EXAMPLES=1 $(RUN_TESTS) -m "nightly or hypothesis" $(TESTS)
 
 check: setup-test
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check

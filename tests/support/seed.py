@@ -66,10 +66,10 @@ class SessionSeed:
         return report
 
 
-# How many random examples a property test tries: all of them in ``.ci/run``, a part of them in a developer's loop.
+# How many random examples a property test tries: all of them in ``make test-nightly``, a part of them elsewhere.
 
 
-ALL_EXAMPLES = bool(os.environ.get("ALL_EXAMPLES"))  # set by .ci/run
+ALL_EXAMPLES = bool(os.environ.get("ALL_EXAMPLES"))  # set by `make test-nightly`
 
 
 def examples(count: int) -> int:
