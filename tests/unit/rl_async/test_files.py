@@ -203,7 +203,9 @@ def decoders(tree: ast.Module) -> set[str]:
 
 
 def makes_decoder(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Decoder")
+    called = node.func if isinstance(node, ast.Call) else None
+    name = called.attr if isinstance(called, ast.Attribute) else called.id if isinstance(called, ast.Name) else ""
+    return name.endswith("Decoder")
 
 
 def is_decode(node: ast.AST, named: set[str]) -> bool:
