@@ -2,7 +2,7 @@
 short runs there."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +93,15 @@ def start(home: Path) -> Iterator[Callable[..., Run]]:
     """
     launched: list[Run] = []
 
-    def launch(name: str, *more: str, mode: str = "disaggregated", config: str = "calculator") -> Run:
+    def launch(
+        name: str,
+        *more: str,
+        mode: str = "disaggregated",
+        config: str = "calculator",
+        environment: Mapping[str, str] | None = None,
+    ) -> Run:
         command = ["launch", "--mode", mode, "--config", config, "--name", name, *SMALL, *more]
-        launched.append(command_line.start(home, *command))
+        launched.append(command_line.start(home, *command, environment=environment))
         return launched[-1]
 
     yield launch

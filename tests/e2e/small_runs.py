@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,9 +22,9 @@ RL_ASYNC = str(Path(sys.executable).with_name("rl-async"))
 HARDLY_WARM = ["warm_start.min_steps=1", "warm_start.max_steps=2", "warm_start.check_every=1", "warm_start.gate=0"]
 
 
-def start(cwd: Path, *arguments: str) -> Forked:
+def start(cwd: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> Forked:
     """Start the command with forked roles; the caller must see that it ends."""
-    return Forked("tests.support.forked_launcher", *arguments, cwd=cwd, parent=True)
+    return Forked("tests.support.forked_launcher", *arguments, environment=environment, cwd=cwd, parent=True)
 
 
 def call(cwd: Path, *arguments: str, timeout_s: float = 280) -> "subprocess.CompletedProcess[str]":

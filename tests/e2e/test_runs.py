@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from rl_async.launcher.cli.__main__ import main
 from tests.conftest import vllm_python
+from tests.contracts.engines.engine_peers import EAGER, FORKING
 from tests.e2e.small_runs import APART, SMALL, STEPS, Run, assert_complete, finish, metrics
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -52,13 +53,12 @@ def test_colocated(home: Path, start: Callable[..., Run]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(480)
 @pytest.mark.parametrize(
-    ("mode", "config", "bound", "flags"),
-    [("disaggregated", "calculator", 1, "[]"), ("colocated", "calculator-sync", 0, "[--enforce-eager]")],
+    ("mode", "config", "bound"), [("disaggregated", "calculator", 1), ("colocated", "calculator-sync", 0)]
 )
-def test_vllm(home: Path, start: Callable[..., Run], mode: str, config: str, bound: int, flags: str) -> None:
-    """Compiled, and not, which starts sooner."""
-    overrides = ["rollout.engine=vllm", f"rollout.python={vllm_python()}", f"rollout.engine_args={flags}"]
-    finish(start(f"vllm-{mode}", *overrides, mode=mode, config=config), timeout_s=400)
+def test_vllm(home: Path, start: Callable[..., Run], mode: str, config: str, bound: int) -> None:
+    """Without compiling, since that starts sooner; an engine of test_several_ranks.py compiles."""
+    overrides = ["rollout.engine=vllm", f"rollout.python={vllm_python()}", f"rollout.engine_args=[{' '.join(EAGER)}]"]
+    finish(start(f"vllm-{mode}", *overrides, mode=mode, config=config, environment=FORKING), timeout_s=400)
     rows = assert_complete(home, f"vllm-{mode}", bound)
     on_policy = [m["correction/logprob_diff_max"] for m in rows if m["staleness/max"] == 0]
     assert on_policy and max(on_policy) <= APART, "vLLM and the trainer disagree about the same weights"
@@ -163,6 +163,7 @@ def rows_of(home: Path, name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_tools_raise_and_rewards_hang(home: Path, start: Callable[..., Run]) -> None:
     """The model gets the tool's error as its result; what could not be scored in time is marked so."""
     (home / "broken_tool.py").write_text(BROKEN_TOOL)
@@ -211,7 +212,7 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_message(home: Path, st
     [
         ("disaggregated", "sampled"),
         pytest.param("disaggregated", "reverse", marks=pytest.mark.nightly),
-        ("colocated", "forward"),
+        pytest.param("colocated", "forward", marks=pytest.mark.nightly),
     ],
 )
 def test_a_teacher_teaches_without_rewards(home: Path, start: Callable[..., Run], mode: str, divergence: str) -> None:

@@ -67,8 +67,7 @@ def peer(
     request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Peer]:
     """A running engine of each kind."""
-    # tests/e2e/test_runs.py trains with a vLLM that compiles. Not forked: a test looks at its command line and its
-    # environment.
+    # The engine of test_several_ranks.py compiles. Not forked: a test looks at its command line and its environment.
     kind, _, way = request.param.partition(":")
     with pytest.MonkeyPatch.context() as patch:
         if way == "counted":
