@@ -195,6 +195,7 @@ def test_no_sample_is_lost_with_an_engine_that_dies_while_devices_change_hands(
 HALT_S, PERIOD_S = 0.9, 1.0
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_run_goes_on_without_an_engine_that_stands_still_most_of_the_time(workplace: Path) -> None:
     folder, words = workplace / "runs" / "halting", [*SMALL, "rollout.engines=2", "trainer.steps=60", "eval.every=0"]
@@ -223,7 +224,21 @@ def test_a_run_goes_on_without_an_engine_that_stands_still_most_of_the_time(work
     assert [process["restarts"] for process in json.loads((folder / "processes.json").read_text())] == [0] * len(roster)
 
 
-# The presets of images: `vision` learns to read digits in both modes, and nothing from noise; `grid` uses a tool.
+# The presets of images: `vision` learns to read digits in both modes, and nothing from noise; `grid` uses a
+# tool. Learning takes minutes, so `make test-slow` runs a few steps.
+
+
+def test_a_run_of_images_is_audited_and_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = (*SMALL, "trainer.steps=2", "debug.min_train_s=0")
+    succeed(tmp_path, "launch", "--config", "vision", "--mode", "disaggregated", "--name", "seen", *short)
+    assert [row["step"] for row in metrics(tmp_path / "runs/seen")] == [0, 1]
+    monkeypatch.chdir(tmp_path)
+    assert main(["audit", "runs/seen"]) == 0
+    capsys.readouterr()
+    assert main(["show", "runs/seen"]) == 0
+    assert "image/png, 32 x 32 pixels" in capsys.readouterr().out
 
 
 def held_out(folder: Path) -> list[float]:
@@ -232,21 +247,15 @@ def held_out(folder: Path) -> list[float]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("mode", ["disaggregated", pytest.param("colocated", marks=pytest.mark.nightly)])
-def test_a_model_learns_to_read_digits(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", ["disaggregated", "colocated"])
+def test_a_model_learns_to_read_digits(mode: str, tmp_path: Path) -> None:
     succeed(tmp_path, "launch", "--config", "vision", "--mode", mode, "--name", "read", timeout_s=800)
     first, *_, last = held_out(tmp_path / "runs/read")
     # Half of the demonstrations guess a digit.
     assert first < 0.75
     # The preset ends at 0.98; four standard deviations of 64 tasks are 0.07.
     assert last >= 0.9
-    monkeypatch.chdir(tmp_path)
-    assert main(["audit", "runs/read"]) == 0
-    capsys.readouterr()
-    assert main(["show", "runs/read"]) == 0
-    assert "image/png, 32 x 32 pixels" in capsys.readouterr().out
 
 
 @pytest.mark.timeout(900)

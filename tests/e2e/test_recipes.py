@@ -16,7 +16,7 @@ import pytest
 import rl_async
 from rl_async.process.kernel import ENDED, state_of
 from rl_async.recording import read_trajectories
-from tests.e2e.small_runs import SMALL, STEPS, Run, assert_complete, finish, roles_left, succeed
+from tests.e2e.small_runs import SMALL, STEPS, Run, finish, roles_left, succeed, wait_for_steps
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.nightly
 def test_the_search_agent_learns_to_search(tmp_path: Path) -> None:
     pytest.importorskip("bm25s")
     # Paths in recipes are relative to the repository's root.
@@ -127,22 +128,22 @@ def test_an_interrupt_ends_the_waiting_and_not_the_run(
     assert state_of(run._process.pid) in ENDED
 
 
-def test_a_training_loop_of_ones_own(home: Path, start: Callable[..., Run]) -> None:
+def test_a_training_loop_of_ones_own_saves_when_asked_to_stop_and_goes_on(
+    home: Path, start: Callable[..., Run]
+) -> None:
     loop = f"trainer.loop={ROOT / 'examples' / 'own_loop.py'}:train"
-    finish(start("own", loop))
-    rows = assert_complete(home, "own", bound=1)
-    assert [row["eval/reward"] for row in rows if "eval/reward" in row]
-    finish(start("own", loop, "--resume", f"trainer.steps={STEPS + 1}"))
-    run = rl_async.load(home / "runs" / "own")
-    assert [(record["step"], record["lineage"]) for record in run.metrics()][-2:] == [(STEPS - 1, 0), (STEPS, 1)]
-
-
-def test_a_training_loop_that_is_asked_to_stop_saves(home: Path, start: Callable[..., Run]) -> None:
-    process = start("stopped", f"trainer.loop={ROOT / 'examples' / 'own_loop.py'}:train", "trainer.steps=400")
-    run = rl_async.Run(home / "runs" / "stopped")
-    while len(run.metrics()) < 3:
-        assert process.poll() is None, process.communicate()[1][-3000:]
-        time.sleep(0.05)
+    process = start("own", loop, "trainer.steps=400")
+    wait_for_steps(home, "own", 3, process)
     process.terminate()
     finish(process, 128 + signal.SIGTERM)
-    assert (run.folder / "checkpoints" / f"step-{len(run.metrics()):06d}").is_dir()
+    run = rl_async.Run(home / "runs" / "own")
+    saved = len(run.metrics())
+    assert (run.folder / "checkpoints" / f"step-{saved:06d}").is_dir()
+    # Among these steps is one after which it evaluates.
+    steps = saved + 4
+    finish(start("own", loop, f"trainer.steps={steps}"))
+    rows = run.metrics()
+    assert [(row["step"], row["lineage"]) for row in rows] == [(step, int(step >= saved)) for step in range(steps)]
+    assert [row["eval/reward"] for row in rows if "eval/reward" in row]
+    assert max(row["staleness/max"] for row in rows) <= 1
+    assert "ok: every admitted group" in succeed(home, "audit", "runs/own")

@@ -42,7 +42,8 @@ def test_the_quarter_of_an_hour_is_rehearsed_and_keeps_what_it_has_when_its_time
         )
         return done.returncode, json.loads(file.read_text())
 
-    names = list(QUARTER)
+    # The nightly test above has a colocated run.
+    names = [name for name in QUARTER if name != "colocated"]
     if not (ROOT / ".venv-vllm" / "bin" / "python").is_file():
         names = [name for name in names if not QUARTER[name].needs]
     code, found = rehearse(names)
@@ -51,6 +52,6 @@ def test_the_quarter_of_an_hour_is_rehearsed_and_keeps_what_it_has_when_its_time
     figures = {name: result["figures"] for name, result in found["items"].items()}
     assert figures["trainer"]["step_tokens_per_s"] > 0 and figures["publication"]["publication_s"] > 0
     assert figures["decode"]["decode_eager_tokens_per_s"] > 0 < figures["decode"]["decode_static_tokens_per_s"]
-    assert figures["colocated"]["steps"] == figures["disaggregated"]["steps"] == 2
+    assert figures["disaggregated"]["steps"] == 2
     code, found = rehearse(["decode", "tests"], "--minutes", "0.001")
     assert code == 1 and [result["exit_code"] for result in found["items"].values()] == [None, None]

@@ -153,7 +153,7 @@ PADDED: dict[str, dict[str, Any]] = {
 }
 # The layers of these families have no feature that none of the others has (scales, caps, windows, layers without
 # positions, partial rotation, biases, sinks, experts, latent attention, states). Where the code does not distinguish
-# families, `make test-slow` tries these, and `make test` the others, to which a family with something new belongs.
+# families, `make test-nightly` tries these, and `make test` the others, to which a family with something new belongs.
 ALIKE = {
     *("apertus", "arcee", "bamba", "cohere", "cohere2", "deepseek_v2", "dots1", "ernie4_5", "ernie4_5_moe"),
     *("exaone4", "falcon_h1", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "granite", "granitemoe"),

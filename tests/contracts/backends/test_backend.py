@@ -70,11 +70,16 @@ IMPLEMENTATIONS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "megatron TP2 DP2 EP2": (4, MEGATRON | {"tensor_parallel": 2, "expert_parallel": 2}, ("qwen3-moe",)),
     "megatron TP2 DP2 EP4": (4, MEGATRON | {"tensor_parallel": 2, "expert_parallel": 4}, ("qwen3-moe",)),
 }
-# tests/unit/trainer/test_model.py and tests/contracts/trainer/test_ulysses.py try their options, too.
-TRIED_ALONE = {"fsdp2 x1 checkpointed", "fsdp2 x2 that share rows"}
-# The layouts that only combine options of others.
-COMBINED = {
+# The layouts that only combine options of others, and those with a single option, which is tried as well by
+# tests/unit/trainer/test_model.py or tests/contracts/trainer/test_ulysses.py.
+TRIED_ELSEWHERE = {
+    "fsdp2 x1 checkpointed",
+    "fsdp2 x1 compiled and checkpointed",
+    "fsdp2 x2 that share rows",
     "fsdp2 x2 compiled, that share rows",
+    "megatron DP2",
+    "megatron EP2",
+    "megatron PP2, twos that share rows",
     "megatron TP2 EP4, twos that share rows",
     "megatron TP2 DP2 EP2",
 }
@@ -82,9 +87,9 @@ COMBINED = {
 
 def tried(name: str, ranks: int, sizes: dict[str, Any]) -> list[pytest.MarkDecorator]:
     """Return the marks that say which target of the Makefile tries a layout."""
-    if name in COMBINED:
+    if name in TRIED_ELSEWHERE:
         return [pytest.mark.nightly]
-    return [pytest.mark.slow] if ranks > 2 or "kernels" in sizes or name in TRIED_ALONE else []
+    return [pytest.mark.slow] if ranks > 2 or "kernels" in sizes else []
 
 
 @dataclass(frozen=True)

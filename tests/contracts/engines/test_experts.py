@@ -67,7 +67,8 @@ def ask(tokens: int, version: Version, routed_from: int = 0) -> GenerateRequest:
     [
         ("embedded", {}),
         pytest.param(("vllm", BY_EXPERTS), marks=[pytest.mark.slow, PATIENT]),
-        pytest.param(("vllm", BY_COPIES), marks=[pytest.mark.slow, PATIENT]),
+        # test_several_ranks.py has copies of a model, too.
+        pytest.param(("vllm", BY_COPIES), marks=[pytest.mark.nightly, PATIENT]),
         pytest.param(("vllm", BY_TENSORS), marks=[pytest.mark.nightly, PATIENT]),
         # A stage holds its layers as a vLLM of one rank does; test_several_ranks.py divides a model so.
         pytest.param(("vllm", BY_STAGES), marks=[pytest.mark.nightly, PATIENT]),

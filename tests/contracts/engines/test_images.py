@@ -38,7 +38,7 @@ SERVED = [
     pytest.param(("vllm", "qwen3_vl"), marks=pytest.mark.slow),
     # vLLM's SmolVLM is its Idefics3 with another processor.
     pytest.param(("vllm", "idefics3"), marks=pytest.mark.nightly),
-    pytest.param(("vllm", "smolvlm"), marks=pytest.mark.slow),
+    pytest.param(("vllm", "smolvlm"), marks=pytest.mark.nightly),
 ]
 
 

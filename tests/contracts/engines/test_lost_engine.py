@@ -198,11 +198,10 @@ async def load(peer: Peer, folder: Path, scale: float, version: Version) -> None
         await client.close()
 
 
+# The next test kills one for `make test`, too.
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", PAIRS, indirect=True)
-@pytest.mark.parametrize(
-    "number",
-    [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="frozen", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 async def test_answers_of_a_lost_engine_are_continued_exactly(
     number: signal.Signals,
     victim: Peer,

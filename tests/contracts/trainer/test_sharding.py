@@ -346,7 +346,7 @@ def pretrained_saved(
     ("kinds", "cases"),
     [
         pytest.param(DISTINCT, PRETRAINED_CASES, id="distinct"),
-        pytest.param(FAMILIES.keys() - DISTINCT, {}, id="others", marks=pytest.mark.slow),
+        pytest.param(FAMILIES.keys() - DISTINCT, {}, id="others", marks=pytest.mark.nightly),
     ],
 )
 def test_each_rank_reads_its_part_of_what_transformers_loads(

@@ -64,7 +64,7 @@ def differences(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dic
 @pytest.mark.parametrize(
     ("group", "name"),
     [
-        pytest.param(group, name, id=name, marks=[pytest.mark.slow] * (group == "others"))
+        pytest.param(group, name, id=name, marks=[pytest.mark.nightly] * (group == "others"))
         for group, names in GROUPS.items()
         for name in names
     ],

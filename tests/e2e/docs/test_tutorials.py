@@ -113,7 +113,7 @@ def test_a_real_model_is_imported_from_its_package_and_described(tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("name", ["python", "reading_a_run"])
+@pytest.mark.parametrize("name", [pytest.param("python", marks=pytest.mark.nightly), "reading_a_run"])
 def test_a_notebook(name: str, first_run: Path, tmp_path: Path) -> None:
     """Its cells run, and those tagged `check` assert what it says."""
     if name == "reading_a_run":

@@ -78,7 +78,7 @@ def kill_launcher(home: Path, name: str, run: Run) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("journal", ["sqlite", "memory"])
+@pytest.mark.parametrize("journal", ["sqlite", pytest.param("memory", marks=pytest.mark.nightly)])
 def test_a_run_that_lost_its_launcher_before_the_first_checkpoint_is_resumed(
     home: Path, start: Callable[..., Run], journal: str
 ) -> None:

@@ -196,7 +196,7 @@ def megatron(preset: str, mode: str, *sizes: str, more: Sequence[pytest.MarkDeco
             *("calculator", "colocated", ["trainer.sequence_parallel=2", "algorithm.kl.coef=0.01"]),
             marks=pytest.mark.nightly,
         ),
-        ("calculator-moe", "disaggregated", []),
+        pytest.param("calculator-moe", "disaggregated", [], marks=pytest.mark.nightly),
         ("calculator-moe", "colocated", ["trainer.activation_checkpointing=true"]),
         megatron("calculator-moe", "disaggregated", "trainer.expert_parallel=2"),
     ],

@@ -61,11 +61,12 @@ ENGINE, TRAINER = ["rollout_server", "--port", "0"], ["trainer", "--queue", "ipc
     ("role", "asked"),
     [
         (ENGINE, ""),
-        pytest.param(TRAINER, "active", marks=pytest.mark.slow),
-        pytest.param(ENGINE, "active", marks=pytest.mark.slow),
-        pytest.param(TRAINER, "", marks=pytest.mark.slow),
+        (TRAINER, "active"),
+        pytest.param(ENGINE, "active", marks=pytest.mark.nightly),
+        pytest.param(TRAINER, "", marks=pytest.mark.nightly),
     ],
 )
+@pytest.mark.slow
 def test_threads_of_a_role_started_by_hand_sleep_at_barriers(role: list[str], asked: str, tmp_path: Path) -> None:
     """As OpenMP itself tells, once torch has loaded it; the roles then end for want of a config."""
     variables = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}

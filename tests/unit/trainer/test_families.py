@@ -91,7 +91,7 @@ def exactly_by_rows(model: Any, x: Tensors) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in DISTINCT)) for kind in sorted(FAMILIES)]
+    "kind", [pytest.param(kind, marks=[pytest.mark.nightly] * (kind not in DISTINCT)) for kind in sorted(FAMILIES)]
 )
 def test_packed_rows_equal_rows_alone(kind: str, tmp_path: Path) -> None:
     alone = saved(kind, tmp_path)
@@ -126,7 +126,7 @@ def test_other_models_are_not_packed(kind: str, options: dict[str, Any], reason:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "deepseek_v4")) for kind in sorted(PADDED)]
+    "kind", [pytest.param(kind, marks=[pytest.mark.nightly] * (kind != "deepseek_v4")) for kind in sorted(PADDED)]
 )
 def test_a_model_that_cannot_be_packed_runs_padded_and_says_so(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -144,7 +144,7 @@ def test_a_model_that_cannot_be_packed_runs_padded_and_says_so(
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "lfm2")) for kind in sorted(MIXERS)]
+    "kind", [pytest.param(kind, marks=[pytest.mark.nightly] * (kind != "lfm2")) for kind in sorted(MIXERS)]
 )
 def test_gradients_of_packed_and_of_shared_rows_are_those_of_padded_ones(kind: str) -> None:
     exact, rounded = gradients(kind, torch.float64), gradients(kind, torch.float32)
@@ -200,7 +200,9 @@ def test_weights_travel_under_the_names_of_published_files(kind: str, tmp_path: 
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, marks=[pytest.mark.slow] * (kind not in ("qwen3", "deepseek_v3", "gpt_oss", "nemotron_h")))
+        pytest.param(
+            kind, marks=[pytest.mark.nightly] * (kind not in ("qwen3", "deepseek_v3", "gpt_oss", "nemotron_h"))
+        )
         for kind in KINDS
     ],
 )
@@ -477,6 +479,7 @@ def test_values_are_of_rows_with_images(tmp_path: Path) -> None:
     assert torch.equal(of_both, of_critic)
 
 
+@pytest.mark.thinned("family", 3)
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm", "gemma3"])
 def test_a_critic_of_its_own_is_saved_and_built_again(family: str, tmp_path: Path) -> None:
     save_vision_model(family, tmp_path / "model")

@@ -271,7 +271,7 @@ def computed(backend: Fsdp2Backend, batch: Tensors, requested: frozenset[OutputN
 
 @pytest.mark.parametrize(
     ("kind", "head", "checkpointed"),
-    [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] not in DISTINCT)) for case in CASES],
+    [pytest.param(*case, marks=[pytest.mark.nightly] * (case[0] not in DISTINCT)) for case in CASES],
 )
 def test_shared_prefixes_change_neither_outputs_nor_gradients(
     kind: str, head: Head, checkpointed: bool, tmp_path: Path
@@ -419,7 +419,9 @@ def replayed(backend: Fsdp2Backend, batch: Tensors) -> tuple[Tensor, dict[str, T
 @pytest.mark.parametrize(
     ("kind", "checkpointed"),
     [
-        pytest.param(kind, kind != "mixtral", marks=[pytest.mark.slow] * (kind in ("olmoe", "qwen3_next", "qwen2_moe")))
+        pytest.param(
+            kind, kind != "mixtral", marks=[pytest.mark.nightly] * (kind not in ("mixtral", "qwen3_5_moe_text"))
+        )
         for kind in REPLAYED
     ],
 )
@@ -684,7 +686,7 @@ def gradients(backend: Fsdp2Backend, batch: Tensors) -> dict[str, Tensor]:
     # Plain attention, products of experts, soft caps and windows, layers with a state.
     [
         "qwen3",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3_moe", "gemma2", "qwen3_next")),
+        *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("qwen3_moe", "gemma2", "qwen3_next")),
     ],
 )
 def test_gradients_are_those_of_layers_that_keep_everything(kind: str, shares: bool, tmp_path: Path) -> None:
@@ -708,7 +710,7 @@ def test_a_model_that_changes_what_is_kept_is_refused(kind: str, tmp_path: Path)
         gradients(selective, shared_rows(MODEL_VOCAB))
 
 
-@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("shares", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_no_product_is_computed_again(shares: bool, tmp_path: Path) -> None:
     saved("qwen3", tmp_path)
     batch = shared_rows(MODEL_VOCAB)

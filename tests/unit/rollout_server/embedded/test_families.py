@@ -53,7 +53,7 @@ STATES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_5_moe_text", {**DELTA_NET, **EXPERTS, **SHARED}),
     ("qwen3_next", {**DELTA_NET, **EXPERTS, **SHARED}),
 ]
-# Their layers have nothing that those of another family lack; `make test-slow` tries them.
+# Their layers have nothing that those of another family lack; `make test-nightly` tries them.
 ALIKE: list[tuple[str, dict[str, Any]]] = [
     ("arcee", {}),
     ("exaone4", {"head_dim": 16, "sliding_window": 8, "layer_types": MIXED}),
@@ -79,7 +79,8 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     *ALIKE,
 ]
 PARAMETERS = [
-    pytest.param(*case, id=f"{case[0]}-{n}", marks=[pytest.mark.slow] * (case in ALIKE)) for n, case in enumerate(KINDS)
+    pytest.param(*case, id=f"{case[0]}-{n}", marks=[pytest.mark.nightly] * (case in ALIKE))
+    for n, case in enumerate(KINDS)
 ]
 
 
@@ -272,10 +273,10 @@ def dense_model() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "quantization", "dtype"),
     [
-        (dense_model, "int8", torch.float32),
+        pytest.param(dense_model, "int8", torch.float32, marks=pytest.mark.slow),
         (sparse_model, "fp8", torch.bfloat16),
         *(
-            pytest.param(make, quantization, dtype, marks=pytest.mark.slow)
+            pytest.param(make, quantization, dtype, marks=pytest.mark.nightly)
             for make, quantization, dtype in itertools.product(
                 (dense_model, sparse_model), DTYPES, (torch.float32, torch.bfloat16)
             )

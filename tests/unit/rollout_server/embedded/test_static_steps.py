@@ -21,7 +21,7 @@ __all__ = ["model"]
 REFUSED = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 INDEXING = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default)
 FAMILIES = [
-    pytest.param(kind, more, id=f"{kind}-{n}", marks=[pytest.mark.slow] * ((kind, more) in ALIKE))
+    pytest.param(kind, more, id=f"{kind}-{n}", marks=[pytest.mark.nightly] * ((kind, more) in ALIKE))
     for n, (kind, more) in enumerate(KINDS)
     if kind not in MIXERS and "num_experts" not in more
 ]
