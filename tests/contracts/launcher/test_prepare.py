@@ -146,7 +146,10 @@ def test_an_environment_begins_and_ends_an_episode_of_the_first_task(config: Any
     assert Path("tried").read_text() == "first" and Path("closed").exists()
 
 
-@pytest.mark.parametrize("what", ["raises", "refuses", "number", "exits", "hangs"])
+@pytest.mark.parametrize(
+    "what",
+    ["raises", "hangs", *(pytest.param(what, marks=pytest.mark.slow) for what in ("refuses", "number", "exits"))],
+)
 def test_one_that_the_run_could_not_use_is_refused_with_its_key(config: Any, what: str) -> None:
     given = config(f"agent.environment_options={{what: {what}}}", "agent.environment_timeout_s=2")
     with pytest.raises(ConfigError, match=r"^agent\.environment: "):

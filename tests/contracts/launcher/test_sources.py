@@ -187,6 +187,7 @@ def test_no_network_is_one_line_that_names_the_key(tmp_path: Path, offline: bool
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @needs_modelscope
 def test_modelscope_is_asked_through_its_own_client(tmp_path: Path, split: dict[str, bytes]) -> None:
     wanted = {"config.json": b"{}", "model.safetensors": WEIGHTS, "tokenizer.json": b"{}"}

@@ -95,7 +95,7 @@ async def test_a_killed_engine_comes_back_under_another_name(rig: Any, make_plan
     assert len(rig.pids("engine")) == 2
 
 
-@pytest.mark.parametrize("end", ["once", "stuck"])
+@pytest.mark.parametrize("end", [pytest.param("once", marks=SLOW), "stuck"])
 async def test_an_engine_that_is_lost_between_its_first_answers_is_replaced(rig: Any, make_plan: Any, end: str) -> None:
     rig.do("engine", end, "work")
 

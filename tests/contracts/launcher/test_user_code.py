@@ -48,13 +48,13 @@ def test_code_that_fits_is_loaded_outside_this_process() -> None:
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("agent.loop=mine.py:score", ["agent.loop", "mine.py:score"]),
         ("agent.environment=leaves.py:World", ["agent.environment", "SystemExit", "leaves.py:2"]),
-        ("reward.functions=[{name: mine.py:odd}]", ["reward.functions", "'solution'"]),
         *(
             # Each starts a process of its own.
             pytest.param(override, named, marks=pytest.mark.slow)
             for override, named in (
+                ("agent.loop=mine.py:score", ["agent.loop", "mine.py:score"]),
+                ("reward.functions=[{name: mine.py:odd}]", ["reward.functions", "'solution'"]),
                 ("agent.loop=mine.py:nope", ["agent.loop", "'nope'"]),
                 ("agent.tools=[no/such.py:tool]", ["agent.tools", "no/such.py"]),
                 ("agent.environment=broken.py:World", ["agent.environment", "nothing_like_this", "broken.py:2"]),

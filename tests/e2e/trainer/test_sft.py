@@ -254,6 +254,7 @@ def preferred(home: Path) -> Path:
     return home / "preferred"
 
 
+@pytest.mark.slow
 def test_a_run_of_pairs_begins_at_indifference_and_learns_to_prefer(home: Path, preferred: Path) -> None:
     evaluations = lines_of(home, "preferred", "evaluations.jsonl")
     assert evaluations[0]["eval/loss"] == pytest.approx(math.log(2), rel=ROUNDED)

@@ -17,7 +17,7 @@ RECIPES = ROOT / "examples" / "recipes"
 # The script that makes a recipe's data, and the package that it imports.
 SCRIPTS = {"search": ("search.py", "bm25s"), "retool": ("tasks.py", ""), "self_play": ("nim.py", "textarena")}
 # Their dry runs do what another recipe's does, or take longest.
-SLOW = {"dapo_math", "reasoning_gym", "search", "self_play"}
+SLOW = {"dapo_math", "reasoning_gym", "retool", "search", "self_play"}
 NAMES = sorted(file.parent.name for file in RECIPES.glob("*/config.yaml"))
 
 
