@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.processes.command_line import parser
 from benchmarks.processes.whole_run import RL_ASYNC, TICKS, processes_of
-from rl_async.process.kernel import read_stat
-from rl_async.process.run_files import Entered, read_timeline
+from rl_async.process.run_files import Entered, read_stat, read_timeline
 
 ROUNDS = 3
 DEADLINE_S = 300.0

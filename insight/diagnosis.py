@@ -15,9 +15,8 @@ import msgspec
 from rl_async.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_USER
 from rl_async.insight.live_figures import away_text, given_up_text, slow_disk_text
 from rl_async.messages import GroupRecord, Inspection
-from rl_async.process.kernel import ENDED, HALTED, describe
 from rl_async.process.role import Frame
-from rl_async.process.run_files import ProcessRecord, describe_exit
+from rl_async.process.run_files import ENDED, HALTED, ProcessRecord, describe, describe_exit
 
 
 class ObservedProcess(msgspec.Struct, frozen=True, kw_only=True):

@@ -38,9 +38,24 @@ from rl_async.insight.live_figures import Kept, Speeds
 from rl_async.insight.tail import LineTail
 from rl_async.messages import EngineRecord, GroupRecord
 from rl_async.process.http_auth import run_token
-from rl_async.process.kernel import ENDED, GONE, HALTED, REMOTE, ProcStat, age_s, catches, read_stat, state_of, waits_in
 from rl_async.process.role import ASK, Frame, main_thread, printable, py_spy
-from rl_async.process.run_files import ProcessRecord, read_beats, read_endpoints, read_roster, said_last
+from rl_async.process.run_files import (
+    ENDED,
+    GONE,
+    HALTED,
+    REMOTE,
+    ProcessRecord,
+    ProcStat,
+    age_s,
+    catches,
+    read_beats,
+    read_endpoints,
+    read_roster,
+    read_stat,
+    said_last,
+    state_of,
+    waits_in,
+)
 from rl_async.recording import files_of_step, is_whole
 from rl_async.rollout_server.http import EngineHttp
 from rl_async.rollout_server.pool import connect

@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 from rl_async.errors import ConfigError, RlAsyncError, UserError
 from rl_async.gateway import Gateway, GatewayError, RemoteEpisode
 from rl_async.process import guard
-from rl_async.process.kernel import kill_marked
+from rl_async.process.run_files import kill_marked
 from rl_async.reward_loop.api import REWARD, Score, to_score
 from rl_async.reward_loop.scorers.scorer_registry import describe
 from rl_async.userload import load_user_object

@@ -35,7 +35,6 @@ from rl_async.files import replace_file
 from rl_async.insight.tail import LineTail
 from rl_async.launcher.plan.planning import HOST, THIS_MACHINE, Plan, ProcessSpec, fill
 from rl_async.messages import EngineRecord, Status
-from rl_async.process.kernel import read_stat
 from rl_async.process.private_folder import RENDEZVOUS, SEGMENT_PREFIX, prefix_for, private_folder, sweep_segments
 from rl_async.process.role import LIFELINE_FD, NO_ROOM, STACKS, heeded, ignore_alone
 from rl_async.process.run_files import (
@@ -46,6 +45,7 @@ from rl_async.process.run_files import (
     describe_exit,
     enter,
     listed,
+    read_stat,
     said_last,
     write_targets,
 )

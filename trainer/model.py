@@ -56,8 +56,7 @@ from rl_async.trainer.families import (
     why_not_shared,
     why_padded,
 )
-from rl_async.trainer.images import Images, embedded
-from rl_async.trainer.packing import Packed, PackedTree, RowCalls, Tensors, TreeCalls
+from rl_async.trainer.packing import Images, Packed, PackedTree, RowCalls, Tensors, TreeCalls, embedded
 from rl_async.trainer.pretrained import Pretrained, StoredWeights, skeleton
 
 log = logging.getLogger("rl_async.trainer")

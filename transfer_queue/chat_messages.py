@@ -21,8 +21,7 @@ import msgspec
 
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError
-from rl_async.files import UNDECODABLE, undamaged
-from rl_async.json_values import lost_when_read
+from rl_async.files import UNDECODABLE, lost_when_read, undamaged
 from rl_async.messages import Task
 from rl_async.picture_decoder import Want
 from rl_async.pictures import PictureProcessor

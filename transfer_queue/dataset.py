@@ -36,8 +36,7 @@ from rl_async.configs.schema.data import DataSource
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError
 from rl_async.extraction import extract
-from rl_async.files import UNDECODABLE, nearest_file
-from rl_async.json_values import lost_when_read
+from rl_async.files import UNDECODABLE, lost_when_read, nearest_file
 from rl_async.messages import Task
 from rl_async.transfer_queue.chat_messages import (
     PromptLength,

@@ -36,8 +36,8 @@ from rl_async.errors import ConfigError, EnvironmentFailed, RlAsyncError
 from rl_async.files import UNDECODABLE
 from rl_async.messages import Task
 from rl_async.process import guard
-from rl_async.process.kernel import kill_marked
 from rl_async.process.role import own_module
+from rl_async.process.run_files import kill_marked
 from rl_async.reward_loop.api import Score
 
 # After so many failures of hosts in a row, waiting episodes are told.

@@ -18,8 +18,7 @@ import msgspec
 from rl_async.agent_loop.chat_formats.format import Answer
 from rl_async.configs.schema.rollout import UnsupportedFields
 from rl_async.errors import RequestRefused
-from rl_async.files import UNDECODABLE
-from rl_async.json_values import has_more_values
+from rl_async.files import UNDECODABLE, has_more_values
 from rl_async.rollout_server.json_schemas import without_unknown_formats
 from rl_async.transfer_queue.images import IMAGE_PARTS, MARK, read_image
 

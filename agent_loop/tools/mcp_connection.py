@@ -38,9 +38,9 @@ from pydantic import ValidationError
 from rl_async.agent_loop.tools.mcp_toolbox import Listed, McpServer, ToolFailed
 from rl_async.concurrency import time_limit
 from rl_async.errors import ConfigError, McpServerLost
-from rl_async.json_values import PIECE, JsonValues
+from rl_async.files import PIECE, JsonValues
 from rl_async.process import guard
-from rl_async.process.kernel import kill_marked
+from rl_async.process.run_files import kill_marked
 
 log = logging.getLogger("rl_async.agent_loop")
 

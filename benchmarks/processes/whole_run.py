@@ -18,7 +18,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.processes.trainer_arms import resident
-from rl_async.process.kernel import read_stat
+from rl_async.process.run_files import read_stat
 
 RL_ASYNC = str(Path(sys.executable).with_name("rl-async"))
 SAME = f"torch=={torch.__version__} transformers=={transformers.__version__}"  # as here

@@ -47,7 +47,6 @@ from rl_async.process.http_auth import (
     token_file,
     token_from_environment,
 )
-from rl_async.process.kernel import read_stat
 from rl_async.process.role import heeded, printable, py_spy
 from rl_async.process.run_files import (
     ENDPOINTS_FILE,
@@ -56,6 +55,7 @@ from rl_async.process.run_files import (
     ProcessRecord,
     read_endpoints,
     read_roster,
+    read_stat,
     traces,
     write_endpoints,
     write_request,

@@ -389,7 +389,7 @@ def _test(arguments: argparse.Namespace) -> int:
     import asyncio
 
     from rl_async.configs.load import load_config
-    from rl_async.launcher.runs.score_answers import report, score_answers
+    from rl_async.launcher.runs.rehearsal import report, score_answers
     from rl_async.process.role import printable
 
     path = json.dumps(arguments.data, ensure_ascii=False)

@@ -47,7 +47,7 @@ from rl_async.messages import LeasedGroup, Media, Task, Version, by_role, episod
 from rl_async.pictures import PictureProcessor
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.embedded.engine_thread import LocalEngine
-from rl_async.trainer.images import ImageRow, Images, embedded, lay_images
+from rl_async.trainer.packing import ImageRow, Images, embedded, lay_images
 from rl_async.transfer_queue.dataset import make_sources
 from rl_async.transfer_queue.images import images_of, mime_of
 

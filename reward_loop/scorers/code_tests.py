@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import msgspec
 
 from rl_async.errors import DataError
-from rl_async.json_values import lost_when_read
+from rl_async.files import lost_when_read
 from rl_async.reward_loop.api import Conversation
 from rl_async.reward_loop.scorers.code_driver import Opaque, canonical
 

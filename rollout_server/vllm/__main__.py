@@ -23,7 +23,7 @@ TRACE_DEFAULTS = {
     "OTEL_TRACES_SAMPLER": "parentbased_always_off",
 }
 NEWER = f"install a newer one of {VLLM.versions}"
-COUNTER = "rl_async.rollout_server.vllm.old_servers.WeightVersions"
+COUNTER = "rl_async.rollout_server.vllm.versions.WeightVersions"
 FLAGS = ("--middleware", FENCE, *VLLM.fixed_arguments, "--disable-uvicorn-access-log")
 VARIABLES = {
     # Enables the control routes: pause, weights, sleep.
@@ -54,9 +54,9 @@ def _follow() -> None:
 
     That command itself looks for a package of the name vllm, which CPU builds are not.
     """
-    from rl_async.rollout_server.vllm import private_names
+    from rl_async.rollout_server.vllm import versions
 
-    if missing := private_names.lacking(private_names.FURTHER_NODES):
+    if missing := versions.lacking(versions.FURTHER_NODES):
         sys.exit(f"this vLLM has no {', '.join(missing)}, which further nodes of an engine need; {NEWER}")
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -71,19 +71,19 @@ def _for_this_version() -> list[str]:
     from vllm.platforms import current_platform
     from vllm.sampling_params import SamplingParams
 
-    from rl_async.rollout_server.vllm import old_servers, private_names
+    from rl_async.rollout_server.vllm import versions
 
     flags = list(FLAGS)
     divided = current_platform.is_cpu() and "--enable-expert-parallel" in sys.argv
-    if divided and (missing := private_names.lacking(private_names.DIVIDED_EXPERTS_ON_CPU)):
+    if divided and (missing := versions.lacking(versions.DIVIDED_EXPERTS_ON_CPU)):
         sys.exit(f"this vLLM has no {', '.join(missing)}, without which it mixes up divided experts on a CPU; {NEWER}")
-    if private_names.lacking(private_names.TOKEN_VERSIONS):
-        if missing := private_names.lacking(private_names.COUNTED_VERSIONS):
+    if versions.lacking(versions.TOKEN_VERSIONS):
+        if missing := versions.lacking(versions.COUNTED_VERSIONS):
             sys.exit(f"this vLLM has no {', '.join(missing)}, by which versions of tokens are counted; {NEWER}")
-        old_servers.register()
+        versions.register()
         # Behind the fence and the check of the token, which vLLM puts around the middlewares before them.
         flags = ["--middleware", COUNTER, *flags]
-    if all(map(private_names.lacking, private_names.SCALE_OUT)):
+    if all(map(versions.lacking, versions.SCALE_OUT)):
         flags.remove("--enable-scale-out")
     if "stream_interval" not in SamplingParams.__struct_fields__:
         flags += ["--stream-interval", str(STREAM_INTERVAL)]

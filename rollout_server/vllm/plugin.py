@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from rl_async.concurrency import gather_or_cancel
 from rl_async.configs.engines import WEIGHT_TRANSFER
-from rl_async.rollout_server.vllm import private_names
+from rl_async.rollout_server.vllm import versions
 
 # Once a worker has failed, the answers of the others are awaited for this time.
 REST_S = 60.0
@@ -29,7 +29,7 @@ def register() -> None:
     import vllm
     from vllm.platforms import current_platform
 
-    private_names.require_all(vllm.__version__, cpu=current_platform.is_cpu())
+    versions.require_all(vllm.__version__, cpu=current_platform.is_cpu())
 
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
@@ -39,7 +39,7 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             WEIGHT_TRANSFER, "rl_async.rollout_server.vllm.slices", "WeightTransfer"
         )
-    if not private_names.lacking(private_names.TOKEN_VERSIONS):
+    if not versions.lacking(versions.TOKEN_VERSIONS):
         _report_versions_in_every_part()
     _read_every_answer()
     _ask_every_copy()
@@ -50,7 +50,7 @@ def register() -> None:
     if current_platform.is_cpu():
         _keep_weights_unpacked()
         _pack_experts_again()
-        if not private_names.lacking(private_names.DIVIDED_EXPERTS_ON_CPU):
+        if not versions.lacking(versions.DIVIDED_EXPERTS_ON_CPU):
             _compute_own_experts_alone()
         _check_guesses_at_the_temperature()
         _gather_tokens_of_copies()
@@ -78,7 +78,7 @@ def _pack_experts_again() -> None:
     """
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-    if missing := private_names.lacking(private_names.EXPERTS_ON_CPU):
+    if missing := versions.lacking(versions.EXPERTS_ON_CPU):
 
         def refuse(*_: Any) -> None:
             raise RuntimeError(

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from rl_async.configs.schema.data import WarmStartConfig
-from rl_async.process.kernel import ENDED, read_stat
+from rl_async.process.run_files import ENDED, read_stat
 from tests.support.forked import Forked
 from tests.support.rounding import pass_rounding
 

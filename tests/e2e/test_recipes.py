@@ -14,7 +14,7 @@ from statistics import mean
 import pytest
 
 import rl_async
-from rl_async.process.kernel import ENDED, state_of
+from rl_async.process.run_files import ENDED, state_of
 from rl_async.recording import read_trajectories
 from tests.e2e.small_runs import SMALL, STEPS, Run, finish, roles_left, succeed, wait_for_steps
 

@@ -157,7 +157,7 @@ PROVIDED = {
 def test_inside_an_engine_only_what_it_brings_is_imported() -> None:
     """rl-async is installed there without its dependencies, and with those of ``installation.BESIDE_ENGINES``."""
     left = [ROOT / "rollout_server" / name for name in ("sglang/__main__.py", "vllm/__main__.py")]
-    left += [ROOT / "rollout_server/vllm" / f"{name}.py" for name in ("int8", "old_servers", "plugin", "slices")]
+    left += [ROOT / "rollout_server/vllm" / f"{name}.py" for name in ("int8", "plugin", "slices", "versions")]
     inside, foreign = set(left), set[str]()
     while left:
         path = left.pop()
@@ -295,7 +295,7 @@ CHECKED = "decoded once before, when it was checked"
 WITHOUT = {
     ("rl_async/installation.py", "_source"): "metadata of the installed distribution",
     ("rl_async/recording.py", "read_trajectories"): CALLER,
-    ("rl_async/json_values.py", "lost_when_read"): CHECKED,
+    ("rl_async/files.py", "lost_when_read"): CHECKED,
     ("reward_loop/scorers/code_tests.py", "_decoded_value"): CALLER,
     ("rl_async/template_tokens.py", "_unprefixed"): "the tokenizer's library prints it",
     ("configs/engines.py", "with_float32_logits"): "what the same file declares; the user's part is guarded",
@@ -328,7 +328,7 @@ WITHOUT = {
     ("reward_loop/server/app.py", "_read"): CALLER,
     ("agent_loop/chat_formats/render.py", "_within"): CHECKED,
     ("agent_loop/chat_formats/render.py", "nested"): CHECKED,
-    ("agent_loop/endpoint.py", "_last_said"): "the endpoint's client encodes it",
+    ("launcher/runs/evaluate.py", "_last_said"): "the endpoint's client encodes it",
     ("agent_loop/environments/harbor.py", "_numbers"): CALLER,
     ("agent_loop/tools/mcp_connection.py", "_asked"): "the SDK encodes it in this process",
     ("agent_loop/tools/mcp_connection.py", "_answered"): "the SDK encodes it in this process",

@@ -50,8 +50,7 @@ from rl_async.trainer.checkpoints import (
 )
 from rl_async.trainer.export import export
 from rl_async.trainer.finetune import HELD_OUT, ROWS, ChatRows, batch_of, steps_per_epoch, total_steps
-from rl_async.trainer.images import ImageRow, lay_images
-from rl_async.trainer.packing import Tensors, empty_tensors
+from rl_async.trainer.packing import ImageRow, Tensors, empty_tensors, lay_images
 from rl_async.trainer.ranks import StopRequest, ranks_joined
 from rl_async.trainer.records import append_evaluation, next_lineage, require_newest
 from rl_async.trainer.trackers import Tracking

@@ -18,8 +18,8 @@ from typing import NamedTuple, Self
 
 from rl_async.agent_loop.environments.host_pool import MODULE as HOST
 from rl_async.process import guard
-from rl_async.process.kernel import ENDED, read_stat
 from rl_async.process.private_folder import private_folder
+from rl_async.process.run_files import ENDED, read_stat
 
 FOLDERS = (Path("/tmp"), Path("/dev/shm"))
 OURS = private_folder(Path()).parent  # stays, for the runs of this user, whose folders in it do not

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import psutil
 import redis
 
-from rl_async.process.kernel import read_stat
+from rl_async.process.run_files import read_stat
 from tests.chaos.history import Expected
 from tests.chaos.host.launcher import PROXIED, Place
 from tests.chaos.host.proxy import Proxy

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rl_async.configs.engines import VLLM, in_range
-from rl_async.rollout_server.vllm import private_names
-from rl_async.rollout_server.vllm.private_names import (
+from rl_async.rollout_server.vllm import versions
+from rl_async.rollout_server.vllm.versions import (
     COUNTED_VERSIONS,
     DIVIDED_EXPERTS_ON_CPU,
     EXPERTS_ON_CPU,
@@ -87,7 +87,7 @@ def test_a_version_has_the_names_that_it_needs(version: str) -> None:
     root = SOURCES / version
     assert in_range(version, VLLM.versions) and not missing(root) and not missing(root, COUNTED_VERSIONS)
     assert [not missing(root, names) for names, _ in SINCE] == [in_range(version, range_) for _, range_ in SINCE]
-    ours = methods(Path(private_names.__file__).with_name("slices.py"), "WeightTransfer")
+    ours = methods(Path(versions.__file__).with_name("slices.py"), "WeightTransfer")
     assert methods(root / BASE, "WeightTransferEngine", abstract=True) <= ours
 
 

@@ -31,7 +31,7 @@ from rl_async.configs.schema.rollout import EnvironmentHostsConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError, EnvironmentFailed
 from rl_async.messages import Task, Version, VersionRun
-from rl_async.process.kernel import ENDED, state_of
+from rl_async.process.run_files import ENDED, state_of
 from rl_async.reward_loop.api import Score
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult

@@ -20,8 +20,7 @@ from rl_async.gateway import Gateway, RemoteEpisode
 from rl_async.launcher.play import KEPT_BYTES, CannotStart, StopPipe, started
 from rl_async.process import guard
 from rl_async.process.http_auth import make_tokens
-from rl_async.process.kernel import ENDED, state_of
-from rl_async.process.run_files import Endpoints, write_endpoints
+from rl_async.process.run_files import ENDED, Endpoints, state_of, write_endpoints
 from tests.contracts.gateway.peers import RunningGateway
 from tests.unit.agent_loop.conftest import demos
 from tests.unit.agent_loop.fakes import leased, run_config

@@ -26,9 +26,8 @@ from rl_async.launcher.run_folder import hold, hold_unnamed, new_run
 from rl_async.launcher.runs import launch as module
 from rl_async.launcher.runs.launch import PAGE_LOG, launch, log_into, make_ready, serve_beside
 from rl_async.launcher.supervisor import RoleFailed
-from rl_async.process.kernel import read_stat
 from rl_async.process.role import STACKS
-from rl_async.process.run_files import ProcessRecord, beat, read_endpoints
+from rl_async.process.run_files import ProcessRecord, beat, read_endpoints, read_stat
 from tests.support.configs import float32_config
 from tests.support.recordings import make_run
 

@@ -16,8 +16,7 @@ from rl_async.insight.doctor import request_stacks
 from rl_async.launcher import supervisor as children_module
 from rl_async.launcher.plan.planning import ProcessSpec
 from rl_async.launcher.supervisor import Child, Children, Lifeline, RoleFailed, ThisMachine
-from rl_async.process import guard, kernel
-from rl_async.process.kernel import ENDED, catches, read_stat, state_of
+from rl_async.process import guard, run_files
 from rl_async.process.private_folder import (
     RENDEZVOUS,
     SEGMENT_PREFIX,
@@ -28,7 +27,7 @@ from rl_async.process.private_folder import (
     sweep_segments,
 )
 from rl_async.process.role import ASK, STACKS
-from rl_async.process.run_files import ProcessRecord, beat, who_is_missing
+from rl_async.process.run_files import ENDED, ProcessRecord, beat, catches, read_stat, state_of, who_is_missing
 from tests.contracts.launcher.test_supervisor import eventually
 
 SLEEPER = """
@@ -246,7 +245,7 @@ def test_what_has_the_variable_is_killed() -> None:
         subprocess.Popen(["sleep", "600"], env=os.environ | {MARK: value}) as marked,
         subprocess.Popen(["sleep", "600"], env=os.environ | {MARK: "other"}) as other,
     ):
-        kernel.kill_marked(MARK, value)
+        run_files.kill_marked(MARK, value)
         assert marked.wait() < 0 and other.poll() is None
         other.kill()
 
@@ -254,11 +253,11 @@ def test_what_has_the_variable_is_killed() -> None:
 def test_what_does_not_end_is_named_and_not_waited_for(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     value = os.urandom(8).hex()
     with subprocess.Popen(["sleep", "600"], env=os.environ | {MARK: value}) as marked:
-        while f"{MARK}={value}".encode() not in kernel._environment(marked.pid):
+        while f"{MARK}={value}".encode() not in run_files._environment(marked.pid):
             assert marked.poll() is None
         with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="rl_async.process"):
-            patch.setattr(kernel.os, "kill", lambda pid, number: None)  # as if it were in an uninterruptible sleep
-            kernel.kill_marked(MARK, value, within_s=0.0)
+            patch.setattr(run_files.os, "kill", lambda pid, number: None)  # as if it were in an uninterruptible sleep
+            run_files.kill_marked(MARK, value, within_s=0.0)
         assert str(marked.pid) in caplog.text
         marked.kill()
 

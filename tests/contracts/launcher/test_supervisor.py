@@ -20,8 +20,7 @@ from rl_async.launcher import ray_keeper as remote
 from rl_async.launcher.plan.planning import PortWish, assign_ports
 from rl_async.launcher.ray_keeper import AllocationRequest, Keeper, KeeperGone, KeeperSilent, RemoteChild
 from rl_async.launcher.supervisor import Interrupted, RoleFailed, Supervisor, ThisMachine
-from rl_async.process.kernel import ENDED, state_of
-from rl_async.process.run_files import read_roster
+from rl_async.process.run_files import ENDED, read_roster, state_of
 
 DRIVER = Path(__file__).with_name("supervisor_process.py")
 SLOW = pytest.mark.slow

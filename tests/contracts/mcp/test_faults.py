@@ -22,7 +22,7 @@ from rl_async.agent_loop.tools.tool import ToolResult
 from rl_async.agent_loop.tools.tool_registry import connect_servers
 from rl_async.configs.schema.rollout import AgentConfig, McpServerConfig
 from rl_async.errors import ConfigError, McpServerLost
-from rl_async.process.kernel import ENDED, state_of
+from rl_async.process.run_files import ENDED, state_of
 
 pytest.importorskip("mcp", reason="python -m pip install 'rl-async[mcp]' installs the SDK for MCP servers")
 

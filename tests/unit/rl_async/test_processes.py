@@ -23,7 +23,6 @@ from rl_async import concurrency
 from rl_async.concurrency import DaemonCalls, Overdue, contained, gather_or_cancel, to_the_end, within
 from rl_async.errors import EXIT_RESTART, EXIT_USER, ConfigError, QueueLost, RlAsyncError
 from rl_async.process.allocation import importing, no_collection
-from rl_async.process.kernel import ProcStat, catches, read_stat
 from rl_async.process.role import (
     KEPT_BYTES,
     LIFELINE_FD,
@@ -34,6 +33,7 @@ from rl_async.process.role import (
     run_role,
     steady_file,
 )
+from rl_async.process.run_files import ProcStat, catches, read_stat
 
 # The start and end of a process: exit codes, streams whose reader goes, and signals that it was started to ignore.
 

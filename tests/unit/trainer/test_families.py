@@ -30,9 +30,8 @@ from rl_async.trainer.backend import Outputs
 from rl_async.trainer.batches import take_batch
 from rl_async.trainer.families import FAMILIES, why_padded
 from rl_async.trainer.fsdp2 import Fsdp2Backend, allocate
-from rl_async.trainer.images import lay_images
 from rl_async.trainer.model import Headed, build_headed, keep_rows_apart
-from rl_async.trainer.packing import Tensors, collate, empty_tensors, row_calls
+from rl_async.trainer.packing import Tensors, collate, empty_tensors, lay_images, row_calls
 from rl_async.trainer.ranks import StopRequest
 from rl_async.trainer.update import update
 from rl_async.weight_sync.layout import STACKED_FOR_ENGINES, single

@@ -15,7 +15,6 @@ import pytest
 from rich.console import Console
 
 from rl_async.agent_loop.chat_formats.format import TooLong
-from rl_async.agent_loop.endpoint import ATTEMPTS_TO_REACH, Endpoint, MessageLines
 from rl_async.agent_loop.episode import policy_sampling
 from rl_async.configs.checks import check
 from rl_async.configs.load import load_config
@@ -26,10 +25,13 @@ from rl_async.launcher.cli.__main__ import main
 from rl_async.launcher.run_folder import create
 from rl_async.launcher.runs import evaluate as module
 from rl_async.launcher.runs.evaluate import (
+    ATTEMPTS_TO_REACH,
     EVAL_ID,
+    Endpoint,
     EvaluationRun,
     EvaluationTimeout,
     HeldOutSamples,
+    MessageLines,
     evaluate_endpoint,
     play,
     print_report,

@@ -42,7 +42,7 @@ from rl_async.pictures import PictureProcessor
 from rl_async.reward_loop.scorers.reward_model import ConversationEncoder, load_tokenizer
 from rl_async.reward_loop.server.app import load_classifier, score
 from rl_async.trainer.finetune import ROWS, ChatRows
-from rl_async.trainer.images import ImageRow, Images, embedded, lay_images
+from rl_async.trainer.packing import ImageRow, Images, embedded, lay_images
 from tests.conftest import tiny_config
 from tests.e2e.small_runs import call
 from tests.support.tiny_models import byte_tokenizer, pickled

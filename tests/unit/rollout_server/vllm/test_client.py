@@ -24,7 +24,7 @@ from rl_async.errors import EngineLost, EngineRejected, SchemaRejected, TrainerR
 from rl_async.messages import Sampling, Version, VersionRun
 from rl_async.rollout_server.api import EngineLoad, EngineTokens, GenerateRequest, GenerateResult, Image, join
 from rl_async.rollout_server.vllm import __main__ as started
-from rl_async.rollout_server.vllm import old_servers
+from rl_async.rollout_server.vllm import versions
 from rl_async.rollout_server.vllm.client import (
     PREEMPTIONS,
     ROUTED_BY,
@@ -33,8 +33,8 @@ from rl_async.rollout_server.vllm.client import (
     PendingRequest,
     VllmEngine,
 )
-from rl_async.rollout_server.vllm.old_servers import Samples, Tokens, WeightVersions
 from rl_async.rollout_server.vllm.plugin import QueuesReadToTheEnd
+from rl_async.rollout_server.vllm.versions import Samples, Tokens, WeightVersions
 
 COALESCED = GenerateRequest(request_id="", token_ids=[1, 2], sampling=Sampling(), max_tokens=4, stop_token_ids=[9])
 
@@ -531,7 +531,7 @@ class Workers:
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
     """A server whose route refuses the version 0.9, as vLLM does an update that was not started."""
-    monkeypatch.setattr(old_servers, "HELD", [(0.0, "default")])
+    monkeypatch.setattr(versions, "HELD", [(0.0, "default")])
 
     async def finish(request: Request) -> JSONResponse:
         wanted = (await request.json())["weight_version"]
@@ -557,7 +557,7 @@ def test_a_version_counts_once_its_update_has_finished(client: TestClient) -> No
     ):
         assert client.post("/finish_weight_update", json=body).status_code == status
         assert version() == held
-    times = [time for time, _ in old_servers.HELD]
+    times = [time for time, _ in versions.HELD]
     assert len(times) == 3 and times == sorted(times)
 
 
