@@ -31,11 +31,11 @@ from rl_async.trainer.algorithms.advantages import (
     value_loss,
 )
 from rl_async.trainer.algorithms.losses import count, token_mean
-from rl_async.trainer.algorithms.rows import Rows, on_tokens, row_sums
 from rl_async.trainer.backend import Backend, LossFn, Outputs, Reference
 from rl_async.trainer.batch_layout import RowCost, Shown, forward_flops
 from rl_async.trainer.batches import Batch, MicroBatch
 from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.trainer.packing import Rows, on_tokens, row_sums
 from rl_async.trainer.ranks import DataParallel
 from rl_async.trainer.teacher import Hints, TeacherEndpoint, Teachers, check_tokenizers
 

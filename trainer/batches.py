@@ -29,9 +29,8 @@ from rl_async.messages import Reserved, RowKey, Trajectory, TrajectoryHeader, Tu
 from rl_async.recording import files_of_step, read_images, read_trajectories
 from rl_async.torch_shared import to_device
 from rl_async.trainer.algorithms.correction import grammar_weights
-from rl_async.trainer.algorithms.rows import Rows, on_tokens
 from rl_async.trainer.batch_layout import MiniBatch, RowCost, fresh_runs, layout
-from rl_async.trainer.packing import Reading, Tensors
+from rl_async.trainer.packing import Reading, Rows, Tensors, on_tokens
 from rl_async.trainer.ranks import DataParallel, StopRequest
 from rl_async.transfer_queue.client import SyncQueueClient
 

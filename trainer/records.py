@@ -34,9 +34,9 @@ from rl_async.recording import (
 )
 from rl_async.tracing import EPISODE
 from rl_async.trainer.algorithms.correction import Corrected
-from rl_async.trainer.algorithms.rows import Rows
 from rl_async.trainer.batches import Batch
 from rl_async.trainer.evaluator import FinishedEvaluation
+from rl_async.trainer.packing import Rows
 from rl_async.transfer_queue.ledger import newest_lineage
 
 LINEAGE = "lineage"

@@ -27,11 +27,10 @@ from rl_async.trainer.algorithms.advantages import AdvantageInputs, Groups
 from rl_async.trainer.algorithms.algorithm import Algorithm
 from rl_async.trainer.algorithms.correction import LOG_RATIO_LIMIT, Corrected, correction_metrics
 from rl_async.trainer.algorithms.losses import LossInputs, SelectInputs, count, high_entropy, near_policy
-from rl_async.trainer.algorithms.rows import Rows, on_tokens, row_sums
 from rl_async.trainer.backend import LossFn, Outputs, Reference
 from rl_async.trainer.batch_layout import Shown, TowerCost, cost_imbalance, mask_bound, token_imbalance
 from rl_async.trainer.batches import Batch, MicroBatch, WholeBatch, assemble, gather
-from rl_async.trainer.packing import collate, empty_tensors, lay_images
+from rl_async.trainer.packing import Rows, collate, empty_tensors, lay_images, on_tokens, row_sums
 from rl_async.trainer.ranks import DataParallel
 from rl_async.trainer.records import TokenOutcomes
 from rl_async.trainer.teacher import Answer, Teachers

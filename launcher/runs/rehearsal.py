@@ -4,12 +4,15 @@ rl_async.launcher.runs.rehearsal``.
 A loss or a reward that raises is found here, before the run has a folder, instead of a minute into the run.
 
 ``score_answers`` is ``rl-async reward test``: it scores answers as a run would, and shows the text extracted from each.
+``inspect`` is ``rl-async data inspect``: what a data set has, what a run would make of it, and what it lacks.
 """
 
 import asyncio
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +20,7 @@ import msgspec
 import numpy as np
 
 from rl_async.agent_loop.chat_formats.format import ChatFormat, said_text
-from rl_async.configs.derived import eval_parts, files_of, parts, warm_start_of
+from rl_async.configs.derived import eval_parts, files_of, label_of, parts, warm_start_of
 from rl_async.configs.schema.data import DataSource
 from rl_async.configs.schema.reward import RewardTerm
 from rl_async.configs.schema.run import RunConfig
@@ -28,8 +31,9 @@ from rl_async.launcher.plan.trials import load_own, run_apart, schemas_of
 from rl_async.launcher.sources import data_files
 from rl_async.messages import Sampling, Task, Trajectory, Turn
 from rl_async.reward_loop.service import RewardService, as_conversation, seen_by
-from rl_async.transfer_queue.dataset import open_rows, templated, to_task
-from rl_async.transfer_queue.images import folder_of
+from rl_async.transfer_queue.chat_messages import prompt_length
+from rl_async.transfer_queue.dataset import Rows, open_rows, templated, to_task
+from rl_async.transfer_queue.images import folder_of, images_of, shown
 from rl_async.userload import is_user_reference
 
 # At most this many characters of a text are shown.
@@ -378,6 +382,147 @@ async def _try_rewards(config: RunConfig, task: Task, whole: bool, findings: Fin
         findings.warnings += [f"reward.functions: {error} (of {name})" for name, error in failed.items()]
         values = [f"{scored[name].reward:g} for {name}" for name in scored.keys() - failed.keys()]
         findings.lines.append(("reward", f"{term.name}: {', '.join(sorted(values, reverse=True))}"))
+
+
+# Rows of a generated data set that are read, examples of tasks, and characters of a value that are shown.
+GENERATED = 1000
+EXAMPLES = 2
+SHOWN_OF_EXAMPLE = 60
+# What commands read other rows than tasks, by the columns that they need.
+OTHERS = {
+    ("messages",): "conversations, for `rl-async sft`",
+    ("chosen", "rejected"): "preference pairs, for `rl-async dpo` and `rl-async reward-model`",
+}
+
+
+def inspect_config(config: RunConfig) -> Iterator[str]:
+    """Describe the training and the held-out data of a config. Raises DataError for the first bad row."""
+    for key, found in (("data.path", parts(config.data)), ("data.eval_path", eval_parts(config.data))):
+        for part in found:
+            yield f"{key}:"
+            yield from inspect(msgspec.structs.replace(part, path=data_files(part.path, key)), config)
+
+
+def inspect(part: DataSource, config: RunConfig | None = None) -> Iterator[str]:
+    """Describe a data set: its columns, and the tasks that its templates make of the rows.
+
+    With a ``config``, also count tokens and show a prompt as its model reads it, if the model is there. Raises
+    DataError for the first bad row, after the columns, with the templates that might fit.
+    """
+    rows = open_rows(part.path, parameters=part.parameters)
+    count = min(len(rows), GENERATED) if rows.generated else len(rows)
+    yield f"{part.path}: {'generated; the first ' if rows.generated else ''}{count:,} rows"
+    columns = _columns(islice(rows, count))
+    width = max(map(len, columns), default=0)
+    yield from (f"  {name:<{width}}  {column.described(count)}" for name, column in columns.items())
+    kinds = [what for needed, what in OTHERS.items() if columns.keys() >= {*needed}]
+    if kinds and not (part.prompt or "prompt" in columns):
+        yield f"rows are {kinds[0]}"
+        return
+    tasks = list(_tasks_of(rows, part, count))
+    yield from _described(tasks)
+    if config is not None:
+        yield from _rendered(tasks, part.path, config)
+    for task in tasks[:EXAMPLES]:
+        yield f"--- {task.task_id}"
+        yield from (f"{m['role']}: {shown(m['content'], m.get('images', ()))}" for m in task.prompt)
+        yield f"ground_truth: {task.ground_truth}"
+
+
+class _Column:
+    """The kinds of a column's values, its longest text, and its first value."""
+
+    def __init__(self) -> None:
+        self.kinds, self.longest, self.first = Counter[str](), 0, ""
+
+    def add(self, value: Any) -> None:
+        if value is None:
+            return
+        self.kinds[_kind(value)] += 1
+        text = value if isinstance(value, str) else msgspec.json.encode(value, enc_hook=str).decode()
+        self.longest = max(self.longest, len(text))
+        self.first = self.first or text
+
+    def described(self, rows: int) -> str:
+        """Describe the column in a line."""
+        kinds = " or ".join(kind for kind, _ in self.kinds.most_common())
+        missing = rows - self.kinds.total()
+        lacking = f", missing in {missing:,}" if missing else ""
+        example = " ".join(self.first[: SHOWN_OF_EXAMPLE + 1].split())
+        example = example if len(example) <= SHOWN_OF_EXAMPLE else f"{example[: SHOWN_OF_EXAMPLE - 3]}..."
+        return f"{kinds or 'empty'}, up to {self.longest:,} characters{lacking}: {example}"
+
+
+def _kind(value: Any) -> str:
+    match value:
+        case bool():
+            return "true or false"
+        case int() | float():
+            return "number"
+        case str():
+            return "text"
+        case [{"role": _}, *_]:
+            return "messages"
+        case list():
+            return "list"
+        case dict():
+            return f"mapping of {', '.join(sorted(map(str, value)))}"
+    return type(value).__name__
+
+
+def _columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, _Column]:
+    found: dict[str, _Column] = {}
+    for row in rows:
+        for name, value in row.items():
+            found.setdefault(name, _Column()).add(value)
+    return found
+
+
+def _tasks_of(rows: Rows, part: DataSource, count: int) -> Iterator[Task]:
+    label = label_of(part.path)
+    for number, row in enumerate(islice(rows, count)):
+        place = f"{part.path}, row {number}"
+        yield to_task(templated(row, part, place), place, f"{label}:{number}", folder_of(part.path))
+
+
+def _described(tasks: Sequence[Task]) -> Iterator[str]:
+    different = len({msgspec.json.encode(task.prompt) for task in tasks})
+    lengths = sorted(sum(len(message["content"]) for message in task.prompt) for task in tasks)
+    yield f"rows are tasks, with {different:,} different prompts"
+    if images := [len(images_of(task.prompt)) for task in tasks if images_of(task.prompt)]:
+        size = sum(len(image) for task in tasks for image in images_of(task.prompt))
+        yield f"images: {sum(images):,} in {len(images):,} prompts, at most {max(images)} in one, {size:,} bytes in all"
+    yield f"prompt characters: shortest {lengths[0]}, median {lengths[len(lengths) // 2]}, longest {lengths[-1]}"
+    yield f"data_source: {_counts(task.data_source or '(none)' for task in tasks)}"
+    yield f"agent_name: {_counts(task.agent or '(the config decides)' for task in tasks)}"
+
+
+def _counts(values: Iterable[str]) -> str:
+    return ", ".join(f"{value} {count:,}" for value, count in Counter(values).most_common(10))
+
+
+def _rendered(tasks: Sequence[Task], path: str, config: RunConfig) -> Iterator[str]:
+    """Count tokens of prompts against the limit, and show the first prompt as the policy reads it.
+
+    Raises DataError for the first prompt with a part that the chat template leaves out.
+    """
+    if not Path(config.model.path).is_dir():
+        yield f"prompts are not rendered: model.path: there is no folder {config.model.path} yet"
+        return
+    # Imported only here, since it imports Transformers, which takes seconds.
+    from rl_async.agent_loop.chat_formats.render import check_prompts
+
+    schemas = {} if config.agent.gateway is not None else schemas_of(config.agent.tools)
+    limit, length = config.data.max_prompt_tokens, prompt_length(config, schemas)
+    long = sum(length(task) > limit for task in tasks)
+    yield f"prompts of more than data.max_prompt_tokens={limit} tokens: {long:,}"
+    chat, tokenizer = load_chat(config)
+    if config.agent.gateway is None:
+        check_prompts(((f"{path}, row {n}, column prompt", task) for n, task in enumerate(tasks)), lambda: chat)
+    token_ids = chat.prompt(tasks[0].prompt, [*schemas.values()])
+    token_ids, _ = chat.expand(token_ids, tasks[0].prompt)
+    yield f"the first prompt as the policy reads it, {len(token_ids)} tokens:"
+    yield str(tokenizer.decode(token_ids))
 
 
 if __name__ == "__main__":

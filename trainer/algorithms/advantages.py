@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rl_async.configs.schema.algorithm import AdvantageOptions, ShapingConfig
 from rl_async.messages import TIMEOUT, TrajectoryHeader
-from rl_async.trainer.algorithms.rows import Rows, by_rows, on_tokens, row_sums
+from rl_async.trainer.packing import Rows, by_rows, on_tokens, row_sums
 
 # Added to standard deviations in denominators.
 EPSILON = 1e-4

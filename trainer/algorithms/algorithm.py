@@ -45,8 +45,8 @@ from rl_async.trainer.algorithms.losses import (
     Teaching,
     divergence_of,
 )
-from rl_async.trainer.algorithms.rows import Rows
 from rl_async.trainer.backend import OutputName
+from rl_async.trainer.packing import Rows
 from rl_async.userload import is_user_reference, load_user_object
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rl_async.configs.schema.algorithm import RULES, Correction, band, limits
-from rl_async.trainer.algorithms.rows import Rows, by_rows, row_sums
+from rl_async.trainer.packing import Rows, by_rows, row_sums
 
 # Beyond exp(20) a ratio signals numerical trouble, not a usable weight.
 LOG_RATIO_LIMIT = 20.0

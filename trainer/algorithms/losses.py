@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rl_async.configs.schema.algorithm import ADAPTIVE_LIMIT, AlgorithmConfig, KlConfig, TeacherConfig
 from rl_async.trainer.algorithms.correction import LOG_RATIO_LIMIT
-from rl_async.trainer.algorithms.rows import Rows
+from rl_async.trainer.packing import Rows
 
 # The limit of gspo's mean of log r over a row.
 LOG_SEQUENCE_RATIO_LIMIT = 10.0

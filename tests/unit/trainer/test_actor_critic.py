@@ -53,11 +53,10 @@ from rl_async.trainer.actor_critic import (
 )
 from rl_async.trainer.algorithms.advantages import ADVANTAGES, EPSILON, AdvantageInputs, gae
 from rl_async.trainer.algorithms.losses import divergence_of
-from rl_async.trainer.algorithms.rows import Rows, on_tokens
 from rl_async.trainer.backend import Backend, LossFn, Outputs, learning_rate_factor
 from rl_async.trainer.batch_layout import MiniBatch, RowCost, Shown, TowerCost, row_cost_of
 from rl_async.trainer.batches import Batch, MicroBatch
-from rl_async.trainer.packing import Images, Tensors, collate, empty_tensors
+from rl_async.trainer.packing import Images, Rows, Tensors, collate, empty_tensors, on_tokens
 from rl_async.trainer.ranks import DataParallel
 from rl_async.trainer.teacher import Hints, TeacherEndpoint, Teachers, check_tokenizers, read_scores
 from rl_async.trainer.train import batch_metrics, conversation_metrics, conversation_sums

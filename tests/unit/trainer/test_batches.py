@@ -25,7 +25,6 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError, RlAsyncError, RowsChanged, RowsLost
 from rl_async.messages import Done, NotReady, Reserved, Trajectory, TrajectoryHeader, Turn, Version, VersionRun
 from rl_async.trainer import attention, batches
-from rl_async.trainer.algorithms.rows import on_tokens
 from rl_async.trainer.attention import packed_attention
 from rl_async.trainer.batch_layout import (
     MiniBatch,
@@ -38,7 +37,7 @@ from rl_async.trainer.batch_layout import (
     token_imbalance,
 )
 from rl_async.trainer.batches import Batch, QueueSource, agreed, assemble, take_batch
-from rl_async.trainer.packing import Tensors, collate, empty_tensors, pack, pack_tree, prefix_tree, row_calls
+from rl_async.trainer.packing import Tensors, collate, empty_tensors, on_tokens, pack, pack_tree, prefix_tree, row_calls
 from rl_async.trainer.ranks import DataParallel, StopRequest, pure_data_parallel
 from rl_async.trainer.records import Recorder
 from rl_async.transfer_queue.client import announced_rows, parcel

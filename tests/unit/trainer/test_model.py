@@ -28,13 +28,12 @@ from rl_async.launcher.sources import overridden_folder
 from rl_async.messages import Sampling
 from rl_async.model_files import experts_of
 from rl_async.rollout_server.embedded.core import EngineCore, Sequence, why_not_served
-from rl_async.trainer.algorithms.rows import Rows
 from rl_async.trainer.backend import OutputName, Outputs
 from rl_async.trainer.batches import MicroBatch
 from rl_async.trainer.families import FAMILIES
 from rl_async.trainer.fsdp2 import KEPT, Fsdp2Backend
 from rl_async.trainer.model import REPLAYED, Head, build_headed, why_not_replayed, why_prefixes_apart
-from rl_async.trainer.packing import Tensors, collate, prefix_tree
+from rl_async.trainer.packing import Rows, Tensors, collate, prefix_tree
 from rl_async.trainer.publishing import Canary, compare
 from rl_async.trainer.ranks import pure_data_parallel
 from rl_async.trainer.update import LossSums

@@ -19,9 +19,9 @@ from rl_async.messages import Media, Trajectory
 from rl_async.recording import read_images, read_trajectories, trained_file, write_trajectories
 from rl_async.trainer import records as module
 from rl_async.trainer.algorithms.correction import Corrected
-from rl_async.trainer.algorithms.rows import Rows
 from rl_async.trainer.batches import Batch, RecordedSource
 from rl_async.trainer.evaluator import FinishedEvaluation
+from rl_async.trainer.packing import Rows
 from rl_async.trainer.records import (
     IN_FLIGHT,
     Recorder,

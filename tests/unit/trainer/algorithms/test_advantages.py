@@ -40,9 +40,9 @@ from rl_async.trainer.algorithms.advantages import (
     whiten,
 )
 from rl_async.trainer.algorithms.algorithm import padded_estimator
-from rl_async.trainer.algorithms.rows import Rows as Packed
 from rl_async.trainer.batches import turn_states
 from rl_async.trainer.finetune.loop import preference_losses
+from rl_async.trainer.packing import Rows as Packed
 from rl_async.trainer.train import batch_metrics, conversation_sums
 from rl_async.trainer.update import Precomputed, advantage_inputs, on_last_token
 from tests.conftest import make_rows

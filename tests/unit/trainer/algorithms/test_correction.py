@@ -26,7 +26,7 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.algorithms.correction import correct, correction_metrics
-from rl_async.trainer.algorithms.rows import Rows
+from rl_async.trainer.packing import Rows
 
 Row = list[tuple[float, bool, int]]  # log ratio, sampled, age
 

@@ -41,7 +41,7 @@ from rl_async.trainer.algorithms.losses import (
     high_entropy,
     near_policy,
 )
-from rl_async.trainer.algorithms.rows import PART, Rows, by_rows, on_tokens, row_sums
+from rl_async.trainer.packing import PART, Rows, by_rows, on_tokens, row_sums
 
 OPTIONS = AlgorithmConfig(
     clip_low=0.15,
