@@ -158,13 +158,7 @@ class Pauses:
 class AgentWorker:
     """Plays up to ``agent.concurrency`` conversations at once, on one event loop."""
 
-    def __init__(
-        self,
-        queue: SampleQueue,
-        runner: Runner,
-        rewards: RewardScorer,
-        config: RunConfig,
-    ) -> None:
+    def __init__(self, queue: SampleQueue, runner: Runner, rewards: RewardScorer, config: RunConfig) -> None:
         self._queue, self._runner, self._rewards = queue, runner, rewards
         self._agent, self._lease_s, self._group_size = config.agent, config.queue.lease_s, samples_per_group(config)
         self._replays = bool(config.rollout.replay)

@@ -994,12 +994,7 @@ WEIGHT_SYNC_RULES = (transport, options, publish_every)
 
 
 # Sizes in section trainer that only this backend reads.
-MEGATRON_ONLY = (
-    "tensor_parallel",
-    "pipeline_parallel",
-    "virtual_pipeline",
-    "expert_parallel",
-)
+MEGATRON_ONLY = ("tensor_parallel", "pipeline_parallel", "virtual_pipeline", "expert_parallel")
 
 
 def data_parallel(c: RunConfig) -> int:

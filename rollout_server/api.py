@@ -197,10 +197,7 @@ class IncomingAnswer:
         self._returned = 0
 
     def add(
-        self,
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
-        alternatives: Sequence[list[tuple[int, float]]] = (),
+        self, tokens: Sequence[int], logprobs: Sequence[float], alternatives: Sequence[list[tuple[int, float]]] = ()
     ) -> None:
         """Append sampled tokens. Raises EngineRejected unless each has one log-probability.
 

@@ -23,13 +23,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged, UserError
 from rl_async.torch_shared import give_back
-from rl_async.trainer.algorithms.advantages import (
-    AdvantageInputs,
-    explained_variance,
-    gae,
-    process_rewards,
-    value_loss,
-)
+from rl_async.trainer.algorithms.advantages import AdvantageInputs, explained_variance, gae, process_rewards, value_loss
 from rl_async.trainer.algorithms.losses import count, token_mean
 from rl_async.trainer.backend import Backend, LossFn, Outputs, Reference
 from rl_async.trainer.batch_layout import RowCost, Shown, forward_flops

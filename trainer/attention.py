@@ -313,14 +313,7 @@ def row_attention(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, scaling: flo
 
 @torch.library.custom_op("rl_async::row_attention_backward", mutates_args=())
 def _row_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    borders: Tensor,
-    scaling: float | None,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, borders: Tensor, scaling: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients by queries, keys and values from that by the result, [N, heads, D] each."""
     found = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))

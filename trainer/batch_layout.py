@@ -220,14 +220,7 @@ def fresh_runs(header: TrajectoryHeader, step: int, max_staleness: int | None) -
 
 
 def layout(
-    headers: Sequence[Sized],
-    *,
-    step: int,
-    minibatches: int,
-    ranks: int,
-    max_tokens: int,
-    seed: int,
-    cost: RowCost,
+    headers: Sequence[Sized], *, step: int, minibatches: int, ranks: int, max_tokens: int, seed: int, cost: RowCost
 ) -> list[MiniBatch]:
     """Split a batch into mini-batches, ranks and token-budget micro-batches.
 

@@ -22,14 +22,7 @@ from rl_async.configs.schema.trainer import LoraConfig
 from rl_async.errors import CheckpointDamaged, UserError
 from rl_async.files import GENERATION_CONFIG, UNDECODABLE, written_whole
 from rl_async.model_files import FileDigest, digest, read_object
-from rl_async.trainer.checkpoints import (
-    MOMENT,
-    StoredShards,
-    damage_of,
-    list_checkpoints,
-    write_tensors,
-    write_whole,
-)
+from rl_async.trainer.checkpoints import MOMENT, StoredShards, damage_of, list_checkpoints, write_tensors, write_whole
 from rl_async.trainer.lora import NAMES
 from rl_async.trainer.model import MODEL_FOLDER, VALUE_HEAD, VALUE_HEAD_FILE
 from rl_async.trainer.pretrained import StoredWeights

@@ -48,14 +48,7 @@ from rl_async.trainer.attention import (
 )
 from rl_async.trainer.backend import OutputName, Outputs, policy_outputs
 from rl_async.trainer.batch_layout import TowerCost
-from rl_async.trainer.families import (
-    LogitForm,
-    logit_form,
-    reads_images,
-    text_of,
-    why_not_shared,
-    why_padded,
-)
+from rl_async.trainer.families import LogitForm, logit_form, reads_images, text_of, why_not_shared, why_padded
 from rl_async.trainer.packing import Images, Packed, PackedTree, RowCalls, Tensors, TreeCalls, embedded
 from rl_async.trainer.pretrained import Pretrained, StoredWeights, skeleton
 

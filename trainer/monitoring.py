@@ -447,8 +447,7 @@ class QueueDepth:
         if status.counters.get("short_of_bytes") and not self._warned:
             self._warned = True
             log.warning(
-                "queue is full (%d payload bytes), so workers are waiting; raise queue.max_bytes",
-                status.payload_bytes,
+                "queue is full (%d payload bytes), so workers are waiting; raise queue.max_bytes", status.payload_bytes
             )
         counters = {f"queue/{name}": n for name, n in status.counters.items() if not name.startswith(FAILED)}
         failed["rollout/failed_attempts"] = sum(failed.values())

@@ -534,12 +534,7 @@ class Packed:
 
     def backbone_inputs(self) -> dict[str, Any]:
         """Arguments of a decoder of Transformers; our attention reads ``packed_row``."""
-        return {
-            "input_ids": self.tokens,
-            "position_ids": self.positions,
-            "use_cache": False,
-            "packed_row": self.calls,
-        }
+        return {"input_ids": self.tokens, "position_ids": self.positions, "use_cache": False, "packed_row": self.calls}
 
     def share(self, rank: int, ranks: int) -> "Packed":
         """Take one rank's N / ranks tokens of the row, which is filled up to a multiple by a sequence whose outputs are
@@ -660,12 +655,7 @@ class PackedTree:
 
     def backbone_inputs(self) -> dict[str, Any]:
         """Arguments of a decoder of Transformers; our attention reads ``packed_tree``."""
-        return {
-            "input_ids": self.tokens,
-            "position_ids": self.positions,
-            "use_cache": False,
-            "packed_tree": self.calls,
-        }
+        return {"input_ids": self.tokens, "position_ids": self.positions, "use_cache": False, "packed_tree": self.calls}
 
     def predicting(self, hidden: Tensor) -> Tensor:
         """The hidden states [M, H] that predict the targets, of all [N, H]. One may predict several."""

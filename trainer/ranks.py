@@ -29,13 +29,7 @@ from rl_async.process.private_folder import RENDEZVOUS
 from rl_async.process.role import heeded
 from rl_async.process.run_files import who_is_missing
 from rl_async.torch_shared import pick_device
-from rl_async.weight_sync.process_groups import (
-    bind_groups,
-    file_store,
-    joined_store,
-    listening_store,
-    own_address,
-)
+from rl_async.weight_sync.process_groups import bind_groups, file_store, joined_store, listening_store, own_address
 
 COLLECTIVE_FAILURES = ("gloo", "pair closure", "Wait timeout", "Timeout waiting for key")
 

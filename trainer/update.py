@@ -151,11 +151,7 @@ def require_rewards(batch: Batch) -> None:
 
 
 def micro_batch(
-    rows: list[int],
-    payloads: Mapping[int, Trajectory],
-    media: Mapping[str, bytes],
-    whole: WholeBatch,
-    models: Models,
+    rows: list[int], payloads: Mapping[int, Trajectory], media: Mapping[str, bytes], whole: WholeBatch, models: Models
 ) -> MicroBatch:
     """Put the tensors of some of this rank's rows on the device: what a model reads, and the mask.
 

@@ -285,14 +285,7 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
         if not config.rollout.replay:
             return settings
         return msgspec.structs.replace(
-            settings,
-            max_staleness=0,
-            slack=0,
-            sampling="fifo",
-            window=0,
-            max_refills=0,
-            replays=True,
-            curriculum=None,
+            settings, max_staleness=0, slack=0, sampling="fifo", window=0, max_refills=0, replays=True, curriculum=None
         )
 
     @classmethod
@@ -400,11 +393,7 @@ class Choice(NamedTuple):
 
 
 def choose(
-    candidates: Sequence[Candidate],
-    step: int,
-    seats: int,
-    settings: QueueSettings,
-    pinned: Mapping[int, int],
+    candidates: Sequence[Candidate], step: int, seats: int, settings: QueueSettings, pinned: Mapping[int, int]
 ) -> Choice:
     """Choose ``seats`` ready groups for ``step``: those that must meet a deadline, then by the sampling policy.
 

@@ -25,15 +25,7 @@ from rl_async.files import UNDECODABLE, lost_when_read, undamaged
 from rl_async.messages import Task
 from rl_async.picture_decoder import Want
 from rl_async.pictures import PictureProcessor
-from rl_async.transfer_queue.images import (
-    TEXT_MARK,
-    as_parts,
-    bound_images,
-    canonical,
-    images_of,
-    placed,
-    read_image,
-)
+from rl_async.transfer_queue.images import TEXT_MARK, as_parts, bound_images, canonical, images_of, placed, read_image
 
 # Levels of lists and mappings in a row.
 DEEPEST = 64

@@ -10,13 +10,7 @@ from rl_async import messages as m
 from rl_async.configs.derived import code_problem
 from rl_async.errors import DataError
 from rl_async.transfer_queue import transitions as t
-from rl_async.transfer_queue.admission import (
-    is_short_of_bytes,
-    may_admit,
-    may_lease,
-    may_lease_for,
-    passed_over,
-)
+from rl_async.transfer_queue.admission import is_short_of_bytes, may_admit, may_lease, may_lease_for, passed_over
 from rl_async.transfer_queue.book import (
     EVAL,
     EVAL_GROUPS,

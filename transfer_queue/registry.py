@@ -463,8 +463,7 @@ class Shards:
         """Say which of these groups are gone. A parked request does not count as a sign of life."""
         if shard_id not in self._shards:
             return m.Refused(
-                code=wire.SHARD_LOST,
-                reason=f"shard {shard_id} is not registered; it must start again without rows",
+                code=wire.SHARD_LOST, reason=f"shard {shard_id} is not registered; it must start again without rows"
             )
         return m.Swept(
             gone=[group for group in groups if group not in self._book.groups and not self._consumers.keeps(group)]

@@ -189,10 +189,7 @@ class Gate:
         return Response(m.Refused(code=wire.FORBIDDEN, reason=reason))
 
     def answer(
-        self,
-        parts: Sequence[Any],
-        handle: Callable[[bytes, wire.RequestMessage], Response | None],
-        user: bytes = b"",
+        self, parts: Sequence[Any], handle: Callable[[bytes, wire.RequestMessage], Response | None], user: bytes = b""
     ) -> Outgoing | None:
         """Answer a message: a hello or a refused request by itself, others through ``handle(identity, message)``.
 
@@ -648,11 +645,7 @@ def _send(socket: Any, message: Outgoing, encoded: dict[int, wire.Frame]) -> boo
 
 
 def bind(
-    context: "zmq.Context[Any]",
-    address: str,
-    *,
-    keys: ServerKeys | None = None,
-    limits: QueueLimits | None = None,
+    context: "zmq.Context[Any]", address: str, *, keys: ServerKeys | None = None, limits: QueueLimits | None = None
 ) -> Any:
     """Bind a ROUTER to ``address``.
 

@@ -55,12 +55,7 @@ class ShardServer:
     ``orders`` brings groups to forget, or None for all of them; the sender of None waits for ``cleared``.
     """
 
-    def __init__(
-        self,
-        shard_id: str,
-        limits: QueueLimits | None = None,
-        allowed: AllowList | None = None,
-    ) -> None:
+    def __init__(self, shard_id: str, limits: QueueLimits | None = None, allowed: AllowList | None = None) -> None:
         self.turned_away: Counter[str] = Counter()
         self.orders: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
         self.cleared = threading.Event()
@@ -184,12 +179,7 @@ def new_id(name: str) -> str:
 
 
 def run_shard(
-    address: str,
-    queue_address: str,
-    name: str,
-    *,
-    run: Path | None = None,
-    stopped: Callable[[], bool] = lambda: False,
+    address: str, queue_address: str, name: str, *, run: Path | None = None, stopped: Callable[[], bool] = lambda: False
 ) -> None:
     """Keep payloads of the queue at ``queue_address`` until ``stopped``.
 
@@ -244,11 +234,7 @@ def main(argv: list[str] | None = None) -> int:
     ended = threading.Event()
     for number in heeded(signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
-    return run_role(
-        "shard",
-        lambda: _run(arguments, ended),
-        {QueueLost: EXIT_FAILED, ProtocolError: EXIT_FAILED},
-    )
+    return run_role("shard", lambda: _run(arguments, ended), {QueueLost: EXIT_FAILED, ProtocolError: EXIT_FAILED})
 
 
 if __name__ == "__main__":

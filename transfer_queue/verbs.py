@@ -227,11 +227,7 @@ def _keep_rows(queue: Serving, request: m.Put, answers: Sequence[m.Refused | Non
 
 
 def _put_with_media(
-    queue: Serving,
-    request: m.Put,
-    rows: Sequence[Frame],
-    media: dict[m.MediaKey, Frame],
-    places: dict[str, int],
+    queue: Serving, request: m.Put, rows: Sequence[Frame], media: dict[m.MediaKey, Frame], places: dict[str, int]
 ) -> list[m.Refused | None]:
     """Take samples with their rows and the media that their groups lack; ``places`` are the media's sample numbers.
 

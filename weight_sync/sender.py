@@ -784,12 +784,7 @@ class RankShipment:
     """
 
     def __init__(
-        self,
-        key: str,
-        ends: Sequence[Outlet | RemoteOutlet],
-        members: int,
-        needs: Sequence[Needs | None],
-        count: int,
+        self, key: str, ends: Sequence[Outlet | RemoteOutlet], members: int, needs: Sequence[Needs | None], count: int
     ) -> None:
         self._key, self._ends = key, ends
         self.needs, self.count = tuple(needs), count

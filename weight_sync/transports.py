@@ -571,8 +571,7 @@ class Transport(NamedTuple):
 TRANSPORTS: dict[TransportName, Transport] = {
     "gloo": Transport(lambda s: GlooSender(s.workers, s.group_name, s.timeout_s, s.host, s.stores), GlooReceiver),
     "nearest": Transport(
-        lambda s: NearestSender(s.workers, s.group_name, s.timeout_s, s.bucket_bytes, s.host, s.stores),
-        NearestReceiver,
+        lambda s: NearestSender(s.workers, s.group_name, s.timeout_s, s.bucket_bytes, s.host, s.stores), NearestReceiver
     ),
     "ipc": Transport(lambda s: SharedMemorySender(s.workers), SharedMemoryReceiver),
     "nccl": Transport(lambda s: NcclSender(s.workers, s.group_name, s.timeout_s, s.host, s.stores), NcclReceiver),

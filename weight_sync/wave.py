@@ -322,12 +322,7 @@ async def connect(members: Sequence[FleetMember], group: Group, timeout_s: float
 
 
 async def transfer(
-    members: Sequence[FleetMember],
-    shipment: Shipment,
-    version: Version,
-    timeout_s: float,
-    *,
-    staged: bool = False,
+    members: Sequence[FleetMember], shipment: Shipment, version: Version, timeout_s: float, *, staged: bool = False
 ) -> WaveOutcome:
     """Update connected members, in any state, to ``version``. Each request may take ``timeout_s``.
 

@@ -120,10 +120,7 @@ RESPONSES: dict[str, Field] = {
     "prompt": Field((), "leave it out: nothing is stored here; send instructions and input"),
 }
 # The members of `text`.
-RESPONSES_TEXT: dict[str, Field] = {
-    "format": Field(({}, {"type": "text"})),
-    "verbosity": Field(("medium",)),
-}
+RESPONSES_TEXT: dict[str, Field] = {"format": Field(({}, {"type": "text"})), "verbosity": Field(("medium",))}
 ANTHROPIC: dict[str, Field] = {
     **dict.fromkeys(("metadata", "service_tier", "cache_control", "inference_geo"), _NO_EFFECT),
     **_SAMPLING,

@@ -808,9 +808,7 @@ class GatewayEpisode:
             raise RequestRefused(str(error), code="invalid_request", param=request.conversation) from error
         except jinja2.TemplateError as error:
             raise RequestRefused(
-                f"the chat template rejects these messages: {error}",
-                code="invalid_request",
-                param=request.conversation,
+                f"the chat template rejects these messages: {error}", code="invalid_request", param=request.conversation
             ) from error
 
     def _generate(self, request: ChatRequest, prompt: Prompt, number: int) -> GenerateRequest:

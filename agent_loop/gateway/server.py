@@ -779,11 +779,7 @@ class GatewayServer:
         return await _unless_gone(request, self._episode(request).answer(asked, train=_trains(request)))
 
     def _stream(
-        self,
-        request: Request,
-        asked: Asked,
-        stream: AnswerStream,
-        keep: Callable[[Completion], None] = lambda _: None,
+        self, request: Request, asked: Asked, stream: AnswerStream, keep: Callable[[Completion], None] = lambda _: None
     ) -> Response:
         episode = self._episode(request)
         release = episode.release(asked)

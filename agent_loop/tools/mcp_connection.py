@@ -129,11 +129,7 @@ async def server_process(
     """Start a server and hold its standard streams, a message a line; at the end of the block, end it."""
     loop = asyncio.get_running_loop()
     transport, protocol = await loop.subprocess_exec(
-        lambda: _Process(limit=PIECE, loop=loop),
-        *argv,
-        stderr=errors,
-        env=env,
-        start_new_session=True,
+        lambda: _Process(limit=PIECE, loop=loop), *argv, stderr=errors, env=env, start_new_session=True
     )
     assert protocol.stdin is not None and protocol.stdout is not None
     incoming, session_in = anyio.create_memory_object_stream[Incoming](0)

@@ -195,8 +195,7 @@ class Correction(Config, frozen=True):
         ),
     ] = msgspec.field(default_factory=dict)
     veto: Annotated[
-        Annotated[float, Meta(gt=0, lt=1)] | None,
-        doc("A sequence with any token whose r is below this is rejected."),
+        Annotated[float, Meta(gt=0, lt=1)] | None, doc("A sequence with any token whose r is below this is rejected.")
     ] = None
     max_age: Annotated[Count | None, doc("Tokens sampled by weights older than this many steps are masked.")] = None
     age_weights: Annotated[
@@ -375,8 +374,7 @@ class AdvantageOptions(Config, frozen=True):
     ] = False
     passk_std: Annotated[bool, advantage_option("passk_std", "divide by the group's standard deviation.")] = True
     dpo_beta: Annotated[
-        Annotated[float, Meta(gt=0)],
-        advantage_option("dpo_beta", "how strongly the policy is tied to the reference."),
+        Annotated[float, Meta(gt=0)], advantage_option("dpo_beta", "how strongly the policy is tied to the reference.")
     ] = 0.1
     prime_beta: Annotated[
         AboveZero,
@@ -403,8 +401,7 @@ class LossOptions(Config, frozen=True):
     """Numbers of the losses, each read by those that declare it above."""
 
     clip_dual: Annotated[
-        Annotated[float, Meta(gt=1)] | None,
-        loss_option("clip_dual", "dual clip, the bound c of -c A for A < 0."),
+        Annotated[float, Meta(gt=1)] | None, loss_option("clip_dual", "dual clip, the bound c of -c A for A < 0.")
     ] = None
     decoupled_cap: Annotated[AboveZero, loss_option("decoupled_cap", "tokens with a larger pi_old/mu count 0.")] = 5.0
     sapo_tau_positive: Annotated[AboveZero, loss_option("sapo_tau_positive", "steepness where A > 0.")] = 1.0
@@ -591,8 +588,7 @@ class ShapingConfig(Config, frozen=True):
     overlong: Annotated[OverlongConfig | None, doc("The penalty for long answers; null: none.")] = None
     length: Annotated[LengthConfig | None, doc("A reward for length; null: none.")] = None
     overlong_filter: Annotated[
-        bool,
-        doc("Trajectories that were cut off (length, timeout) count in their group and do not train themselves."),
+        bool, doc("Trajectories that were cut off (length, timeout) count in their group and do not train themselves.")
     ] = False
     reward_scale: Annotated[
         Literal["none", "batch_std"], doc("batch_std: divide by the standard deviation of the batch's scored outcomes.")
@@ -706,8 +702,7 @@ class CriticConfig(Config, frozen=True):
     """
 
     path: Annotated[
-        str | None,
-        doc("Model that the critic starts from, or the `critic` folder of a checkpoint; null: model.path."),
+        str | None, doc("Model that the critic starts from, or the `critic` folder of a checkpoint; null: model.path.")
     ] = None
     shared: Annotated[
         bool, doc("A value head on the policy's own backbone, trained with it by one loss, instead of a second model.")

@@ -185,10 +185,7 @@ class FinetuneConfig(Config, frozen=True):
     Ranks, token budget, checkpoints and AdamW's betas come from the section trainer.
     """
 
-    out: Annotated[
-        str,
-        doc("New folder for the model. Checkpoints and metrics go into OUT.run beside it."),
-    ]
+    out: Annotated[str, doc("New folder for the model. Checkpoints and metrics go into OUT.run beside it.")]
     epochs: Annotated[Positive, doc("Passes over the conversations.")] = 1
     batch_size: Annotated[Positive, doc("Conversations per step, over all ranks.")] = 32
     steps: Annotated[Count, doc("Stop after this many steps; 0: after the epochs.")] = 0

@@ -132,8 +132,7 @@ Quantization = Literal["none", "int8", "fp8"]
 
 class GatewayConfig(Config, frozen=True):
     host: Annotated[
-        str,
-        doc("Address to listen on. Requests carry a token and nothing is encrypted (docs/reference/security.md)."),
+        str, doc("Address to listen on. Requests carry a token and nothing is encrypted (docs/reference/security.md).")
     ] = "127.0.0.1"
     port: Annotated[Count, doc("0: a free port.")] = 0
     idle_timeout_s: Annotated[
@@ -241,8 +240,7 @@ class AgentConfig(Config, frozen=True):
         ),
     ] = msgspec.field(default_factory=dict)
     environment_timeout_s: Annotated[
-        Seconds,
-        doc("Deadline of one call of an environment: a step, its reward, its end; in-process its reset, too."),
+        Seconds, doc("Deadline of one call of an environment: a step, its reward, its end; in-process its reset, too.")
     ] = 60.0
     max_turns: Annotated[Positive, doc("Assistant turns per episode.")] = 4
     max_tokens: Annotated[Positive, doc("Tokens per episode, including prompt and tool results.")] = 256
@@ -250,8 +248,7 @@ class AgentConfig(Config, frozen=True):
         Positive, doc("Tool calls run per turn; further ones get an error as their result.")
     ] = 4
     episode_timeout_s: Annotated[
-        Seconds,
-        doc("Deadline of one episode (agent.on_timeout). When colocated it must outlast a training step."),
+        Seconds, doc("Deadline of one episode (agent.on_timeout). When colocated it must outlast a training step.")
     ] = 1800.0
     on_timeout: Annotated[
         Literal["retry", "truncate"],
@@ -309,8 +306,7 @@ class RolloutConfig(Config, frozen=True):
         doc("Layers of engines in 8 bits, quantised again by every update (docs/explanation/low_precision.md)."),
     ] = "none"
     python: Annotated[
-        str,
-        doc("Python with vLLM or SGLang, and rl-async beside it (scripts/install vllm); empty: this one."),
+        str, doc("Python with vLLM or SGLang, and rl-async beside it (scripts/install vllm); empty: this one.")
     ] = ""
     engine_args: Annotated[
         tuple[str, ...],
@@ -334,8 +330,7 @@ class RolloutConfig(Config, frozen=True):
     max_batch_size: Annotated[Positive, doc("Concurrent sequences per engine.")] = 256
     max_model_len: Annotated[Positive, doc("Longest sequence that an engine accepts, in tokens.")] = 256
     replay: Annotated[
-        str,
-        doc("Folder of a run whose recorded episodes are trained again, in their order, instead of sampling any."),
+        str, doc("Folder of a run whose recorded episodes are trained again, in their order, instead of sampling any.")
     ] = ""
     request_timeout_s: Annotated[
         Seconds, doc("Deadline of one generate request; time during which its engine sleeps does not count.")

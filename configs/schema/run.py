@@ -107,8 +107,7 @@ class QueueConfig(Config, frozen=True):
         ),
     ] = "auto"
     keys: Annotated[
-        str,
-        doc("Folder made by `rl-async queue keygen`. Empty: keys/ in the run folder, made when the run starts."),
+        str, doc("Folder made by `rl-async queue keygen`. Empty: keys/ in the run folder, made when the run starts.")
     ] = ""
     shards: Annotated[
         Count,

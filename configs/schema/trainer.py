@@ -93,8 +93,7 @@ class TrainerConfig(Config, frozen=True):
         Positive, doc("fsdp2: copies of the model, each sharded over trainer.ranks / replicas ranks (HSDP).")
     ] = 1
     sequence_parallel: Annotated[
-        Positive,
-        doc("Ranks that share each packed row, exchanging tokens for heads around attention (Ulysses)."),
+        Positive, doc("Ranks that share each packed row, exchanging tokens for heads around attention (Ulysses).")
     ] = 1
     kernels: Annotated[
         Literal["torch", "compile", "liger"],

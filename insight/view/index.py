@@ -484,16 +484,7 @@ FILTERS: dict[str, str] = {
     "rule": "EXISTS (SELECT 1 FROM rules WHERE rules.row = rows.id AND rules.name = ?)",
     "staleness_from": "rows.staleness >= ?",
 }
-NUMBERS = {
-    "step",
-    "step_from",
-    "step_to",
-    "group",
-    "sample",
-    "reward_from",
-    "reward_to",
-    "staleness_from",
-}
+NUMBERS = {"step", "step_from", "step_to", "group", "sample", "reward_from", "reward_to", "staleness_from"}
 # The condition of each flag, a filter without a value.
 FLAGS: dict[str, str] = {
     "error": "rows.error",

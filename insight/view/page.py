@@ -560,11 +560,7 @@ class ViewServer:
     def _choices(self, run: ViewedRun, request: Request) -> Any:
         own = self._indexer.of(run.folder)
         with own.connect() as connection:
-            return {
-                **index.choices(connection),
-                "orders": list(index.ORDERS),
-                **own.state(),
-            }
+            return {**index.choices(connection), "orders": list(index.ORDERS), **own.state()}
 
     def _trajectories(self, run: ViewedRun, request: Request) -> Any:
         with self._indexer.of(run.folder).connect() as connection:

@@ -154,10 +154,7 @@ def model_size(config: RunConfig) -> ModelSize | None:
     if critic is None:
         return None
     return replace(
-        policy,
-        critic=critic.parameters,
-        critic_matrices=critic.matrices,
-        critic_in_experts=critic.in_experts,
+        policy, critic=critic.parameters, critic_matrices=critic.matrices, critic_in_experts=critic.in_experts
     )
 
 
@@ -197,11 +194,7 @@ def _policy_size(config: RunConfig) -> ModelSize | None:
     if makes.pretrained is not None:
         return _read_size("warm_start.pretrained.path", Path(makes.pretrained.path))
     return size_of(
-        {
-            **tiny_shape(makes),
-            "vocab_size": makes.vocab_size,
-            "tie_word_embeddings": True,
-        }
+        {**tiny_shape(makes), "vocab_size": makes.vocab_size, "tie_word_embeddings": True}
         | ({"model_type": "qwen2_5_vl", "vision_config": tiny_tower(makes)} if makes.vision else {})
     )
 

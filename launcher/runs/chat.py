@@ -25,13 +25,7 @@ from rich.text import Text
 from rl_async.agent_loop.chat_formats.format import ChatFormat, Message
 from rl_async.agent_loop.episode import Episode
 from rl_async.agent_loop.tools.mcp_toolbox import McpToolbox
-from rl_async.agent_loop.tools.tool_registry import (
-    NO_SERVERS,
-    TOOLS_OF_CODE,
-    CodeTools,
-    connect_servers,
-    task_tools,
-)
+from rl_async.agent_loop.tools.tool_registry import NO_SERVERS, TOOLS_OF_CODE, CodeTools, connect_servers, task_tools
 from rl_async.concurrency import end_other_tasks
 from rl_async.configs.load import load_config, load_resolved
 from rl_async.configs.schema.run import RunConfig

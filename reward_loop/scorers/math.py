@@ -211,10 +211,7 @@ _RULES: Sequence[tuple[str, str | Callable[[re.Match[str]], str]]] = (
     (r"\\(?:[dtcs]|nice)(frac|binom)(?![a-z])", r"\\\1"),
     (r"\^\s*(?:\\prime(?![a-z])|\{\s*\\prime\s*\})", "'"),
     # A fraction of units.
-    (
-        r"\\frac\s*\{\s*\\text\{(\w+)\}\s*\}\s*\{\s*\\text\{(\w+)\}\s*(\^\s*\{?[23]\}?)?\s*\}",
-        r"\\text{\1}/\2\3",
-    ),
+    (r"\\frac\s*\{\s*\\text\{(\w+)\}\s*\}\s*\{\s*\\text\{(\w+)\}\s*(\^\s*\{?[23]\}?)?\s*\}", r"\\text{\1}/\2\3"),
     # Separators of thousands that no list has, then spaces.
     (r"(\d)\s*(?:\{,\}|\\!,|,\s*\\!|\\,)\s*(?=\d{3}(?!\d))", r"\1"),
     (r"(?<!\\)\\!", ""),

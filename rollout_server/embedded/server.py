@@ -544,11 +544,7 @@ def load_model(config: RunConfig) -> torch.nn.Module:
     device, dtype = pick_device(config.model.device), getattr(torch, compute_type(config.model))
     try:
         model: Any = loader.from_pretrained(
-            config.model.path,
-            dtype=dtype,
-            attn_implementation=ATTENTION,
-            trust_remote_code=False,
-            use_safetensors=True,
+            config.model.path, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=False, use_safetensors=True
         )
     except (OSError, ValueError) as error:
         # Transformers adds paragraphs of advice after the first line.

@@ -107,7 +107,7 @@ TOKEN_VERSIONS: Names = {"vllm.v1.engine.output_processor": {"RequestState._weig
 COUNTED_VERSIONS: Names = {
     "vllm.v1.engine.async_llm": {"AsyncLLM.wake_up": ("tags",)},
     "vllm.v1.engine.output_processor": {
-        "OutputProcessor.process_outputs": ("engine_core_outputs", "engine_core_timestamp"),
+        "OutputProcessor.process_outputs": ("engine_core_outputs", "engine_core_timestamp")
     },
     "vllm.entrypoints.scale_out.token_in_token_out.serving": {
         "ServingTokens.serve_tokens_stream_generator": ("request", "result_generator"),
@@ -126,7 +126,7 @@ EXPERTS_ON_CPU: Names = {
     f"{_EXPERTS}.experts.cpu_moe": {"CPUUnquantizedExperts.process_weights_after_loading": ("layer",)},
 }
 DIVIDED_EXPERTS_ON_CPU: Names = {
-    f"{_EXPERTS}.experts.cpu_moe": {"CPUUnquantizedExperts.apply": ("topk_weights", "topk_ids", "expert_map")},
+    f"{_EXPERTS}.experts.cpu_moe": {"CPUUnquantizedExperts.apply": ("topk_weights", "topk_ids", "expert_map")}
 }
 
 # The command that runs the workers of an engine's further nodes.

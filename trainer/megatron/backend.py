@@ -285,13 +285,7 @@ class MegatronBackend:
     """
 
     def __init__(
-        self,
-        path: str,
-        dtype: str,
-        device: str,
-        config: TrainerConfig,
-        head: Head = "policy",
-        trains: bool = True,
+        self, path: str, dtype: str, device: str, config: TrainerConfig, head: Head = "policy", trains: bool = True
     ) -> None:
         self.device, self.path, self._complete = device, path, config.checkpoint_hf
         self.dtype = getattr(torch, dtype)
