@@ -18,6 +18,8 @@ from rl_async.pictures import PictureProcessor
 from rl_async.rollout_server.api import Image
 
 Message = dict[str, Any]
+# JSON schemas of the tools that a conversation offers.
+Tools = Sequence[dict[str, Any]]
 
 # The result of a malformed call.
 BAD_CALL = "error: bad call"
@@ -80,7 +82,7 @@ class SampledTurn(NamedTuple):
 
     token_ids: Sequence[int]
     prompt_ids: Sequence[int] = ()
-    tools: Sequence[dict[str, Any]] = ()
+    tools: Tools = ()
     stops: Sequence[str] = ()
 
 
@@ -102,12 +104,7 @@ class ChatFormat(Protocol):
     def name(self) -> str: ...
 
     def prompt(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] = (),
-        *,
-        sampled: Collection[int] = (),
-        limit: int = ...,
+        self, messages: Sequence[Message], tools: Tools = (), *, sampled: Collection[int] = (), limit: int = ...
     ) -> list[int]:
         """Encode the conversation so far and the opening of the assistant's turn. ``tools`` are JSON schemas.
 
@@ -120,7 +117,7 @@ class ChatFormat(Protocol):
         prompt_ids: Sequence[int],
         sampled_ids: Sequence[int],
         messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] = (),
+        tools: Tools = (),
         *,
         sampled: Collection[int] = (),
         limit: int = ...,
@@ -161,12 +158,7 @@ class ChatFormat(Protocol):
         ...
 
     def keeps_past(
-        self,
-        messages: Sequence[Message],
-        place: int,
-        tools: Sequence[dict[str, Any]] = (),
-        *,
-        sampled: Collection[int] = (),
+        self, messages: Sequence[Message], place: int, tools: Tools = (), *, sampled: Collection[int] = ()
     ) -> bool:
         """Whether ``prompt`` still prints the turn sampled at ``place``, and all before it, as when it was sampled.
 
@@ -187,12 +179,7 @@ class ChatFormat(Protocol):
         ...
 
     def check(
-        self,
-        messages: Sequence[Message],
-        token_ids: Sequence[int],
-        tools: Sequence[dict[str, Any]] = (),
-        *,
-        sampled: Collection[int] = (),
+        self, messages: Sequence[Message], token_ids: Sequence[int], tools: Tools = (), *, sampled: Collection[int] = ()
     ) -> int | None:
         """Return the position of the first token that departs from the full chat template's text; None if all agree."""
         ...

@@ -24,6 +24,7 @@ from rl_async.agent_loop.chat_formats.format import (
     ParsedCall,
     SampledTurn,
     Settled,
+    Tools,
     before_stops,
     without_beginnings,
 )
@@ -101,7 +102,7 @@ class HarmonyFormat(TokenizerFormat):
         prompt_ids: Sequence[int],
         sampled_ids: Sequence[int],
         messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] = (),
+        tools: Tools = (),
         *,
         sampled: Collection[int] = (),
         limit: int = sys.maxsize,
@@ -116,12 +117,7 @@ class HarmonyFormat(TokenizerFormat):
         return closing + self._within(limit - len(closing), messages, (messages, "bridge"), self._render_messages)
 
     def keeps_past(
-        self,
-        messages: Sequence[Message],
-        place: int,
-        tools: Sequence[dict[str, Any]] = (),
-        *,
-        sampled: Collection[int] = (),
+        self, messages: Sequence[Message], place: int, tools: Tools = (), *, sampled: Collection[int] = ()
     ) -> bool:
         """Whether ``prompt`` still prints the turn sampled at ``place``, and all before it, as when it was sampled.
 
@@ -132,12 +128,7 @@ class HarmonyFormat(TokenizerFormat):
         return super().keeps_past(messages, place, tools, sampled=sampled)
 
     def check(
-        self,
-        messages: Sequence[Message],
-        token_ids: Sequence[int],
-        tools: Sequence[dict[str, Any]] = (),
-        *,
-        sampled: Collection[int] = (),
+        self, messages: Sequence[Message], token_ids: Sequence[int], tools: Tools = (), *, sampled: Collection[int] = ()
     ) -> int | None:
         """Compare as any format does, but only conversations that the template prints as they were sampled.
 
@@ -148,7 +139,7 @@ class HarmonyFormat(TokenizerFormat):
             return None
         return super().check(messages, token_ids, tools, sampled=sampled)
 
-    def row(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[list[int], list[bool]]:
+    def row(self, messages: Sequence[Message], tools: Tools) -> tuple[list[int], list[bool]]:
         """Encode a demonstration; return (token_ids, loss_mask). The mask is true on the assistant's tokens.
 
         Raises ValueError if the template prints a turn differently once the conversation goes on.

@@ -21,6 +21,7 @@ from rl_async.agent_loop.chat_formats.format import (
     ParsedCall,
     SampledTurn,
     TooLong,
+    Tools,
     before_stops,
     text_size,
 )
@@ -123,7 +124,7 @@ class LibraryFormat(TokenizerFormat):
         prompt_ids: Sequence[int],
         sampled_ids: Sequence[int],
         messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] = (),
+        tools: Tools = (),
         *,
         sampled: Collection[int] = (),
         limit: int = sys.maxsize,
@@ -148,12 +149,7 @@ class LibraryFormat(TokenizerFormat):
         return added
 
     def check(
-        self,
-        messages: Sequence[Message],
-        token_ids: Sequence[int],
-        tools: Sequence[dict[str, Any]] = (),
-        *,
-        sampled: Collection[int] = (),
+        self, messages: Sequence[Message], token_ids: Sequence[int], tools: Tools = (), *, sampled: Collection[int] = ()
     ) -> int | None:
         """Compare as any format does, but only conversations that templates print as they were sampled.
 
@@ -170,7 +166,7 @@ class LibraryFormat(TokenizerFormat):
         """Read a turn sampled earlier; in some families its prompt opened the reasoning, as each prompt does."""
         return self.parse(SampledTurn(self.encode(text), self._opening))
 
-    def row(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[list[int], list[bool]]:
+    def row(self, messages: Sequence[Message], tools: Tools) -> tuple[list[int], list[bool]]:
         """Encode a demonstration; return (token_ids, loss_mask). The mask is true on the assistant's tokens.
 
         Raises ValueError if a turn comes after other tokens than those that an engine would be given before it.

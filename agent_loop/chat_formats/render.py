@@ -35,6 +35,7 @@ from rl_async.agent_loop.chat_formats.format import (
     SampledTurn,
     Settled,
     TooLong,
+    Tools,
     before_stops,
     flat_calls,
     split_reasoning,
@@ -53,20 +54,20 @@ from rl_async.transfer_queue.images import as_parts, images_of, mime_of, without
 _REASONING = re.compile("reasoning|thinking|thought")
 _THOUGHT = "</think>"
 
-Tools = list[dict[str, Any]]
 # The size of an int in a tuple: the object and the pointer to it.
 TOKEN_BYTES = 36
+ToolList = list[dict[str, Any]]
 
 
 class PrintedParts:
     """Checks conversations with one template; ``render`` prints messages and tools with it."""
 
-    def __init__(self, render: Callable[[list[Message], Tools], str]) -> None:
+    def __init__(self, render: Callable[[list[Message], ToolList], str]) -> None:
         self._render = render
         # Shapes of conversations that the template prints completely.
         self._complete: set[str] = set()
 
-    def check(self, messages: Sequence[Message], tools: Tools, place: str) -> None:
+    def check(self, messages: Sequence[Message], tools: ToolList, place: str) -> None:
         """Raise DataError, naming ``place`` and the message, for a part that the template leaves out.
 
         The check prints a conversation of the same shape with a mark in each place, once for all of that shape.
@@ -113,7 +114,7 @@ class _Mark(NamedTuple):
     problem: str
 
 
-def _shape(messages: Sequence[Message], tools: Tools) -> str:
+def _shape(messages: Sequence[Message], tools: ToolList) -> str:
     """Describe which parts the messages of a conversation have; conversations of one shape are printed alike."""
     parts = [
         (
@@ -132,7 +133,7 @@ def _reasoning(message: Message) -> list[str]:
     return [key for key in message if _REASONING.match(key) and message[key]]
 
 
-def _with_marks(messages: Sequence[Message], tools: Tools) -> tuple[list[Message], Tools, list[_Mark]]:
+def _with_marks(messages: Sequence[Message], tools: ToolList) -> tuple[list[Message], ToolList, list[_Mark]]:
     """Return the conversation with marks in place of contents, reasoning, calls and tools, and these marks."""
     marks: list[_Mark] = []
 
@@ -264,12 +265,7 @@ class TokenizerFormat(ABC):
         return self.decode(token_ids[:-1] if ended else token_ids)
 
     def prompt(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] = (),
-        *,
-        sampled: Collection[int] = (),
-        limit: int = sys.maxsize,
+        self, messages: Sequence[Message], tools: Tools = (), *, sampled: Collection[int] = (), limit: int = sys.maxsize
     ) -> list[int]:
         """Encode the conversation so far and the opening of the assistant's turn. ``tools`` are JSON schemas.
 
@@ -297,12 +293,7 @@ class TokenizerFormat(ABC):
         return expanded, [Image.of(data, mime_of(data), start + at) for data, at in zip(found, positions, strict=True)]
 
     def keeps_past(
-        self,
-        messages: Sequence[Message],
-        place: int,
-        tools: Sequence[dict[str, Any]] = (),
-        *,
-        sampled: Collection[int] = (),
+        self, messages: Sequence[Message], place: int, tools: Tools = (), *, sampled: Collection[int] = ()
     ) -> bool:
         """Whether ``prompt`` still prints the turn sampled at ``place``, and all before it, as when it was sampled.
 
@@ -368,12 +359,7 @@ class TokenizerFormat(ABC):
         return token_ids[len(before) :]
 
     def check(
-        self,
-        messages: Sequence[Message],
-        token_ids: Sequence[int],
-        tools: Sequence[dict[str, Any]] = (),
-        *,
-        sampled: Collection[int] = (),
+        self, messages: Sequence[Message], token_ids: Sequence[int], tools: Tools = (), *, sampled: Collection[int] = ()
     ) -> int | None:
         """Return the position of the first token that departs from the full chat template's text; None if all agree.
 
@@ -395,7 +381,7 @@ class TokenizerFormat(ABC):
                 low = middle + 1
         return low
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, generate: bool) -> str:
+    def _render(self, messages: Sequence[Message], tools: Tools, *, generate: bool) -> str:
         """Print messages by the chat template. Raises jinja2.TemplateError if it cannot print them."""
         self._renders += 1
         try:
@@ -472,7 +458,7 @@ class ChatRenderer(TokenizerFormat):
         prompt_ids: Sequence[int],
         sampled_ids: Sequence[int],
         messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] = (),
+        tools: Tools = (),
         *,
         sampled: Collection[int] = (),
         limit: int = sys.maxsize,

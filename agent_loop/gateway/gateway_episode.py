@@ -37,6 +37,7 @@ from rl_async.agent_loop.chat_formats.format import (
     SampledTurn,
     Settled,
     TooLong,
+    Tools,
     before_stops,
     without_beginnings,
 )
@@ -207,7 +208,7 @@ class Prompt(NamedTuple):
     turns: list[Turn]
     continues: RecordedAnswer | None
     messages: Sequence[ChatMessage]
-    tools: Sequence[dict[str, Any]]
+    tools: Tools
     offered: bytes
     forced: Sequence[int] = ()
     asked_after: int = 0
@@ -224,7 +225,7 @@ class _Given(NamedTuple):
 
     messages: Sequence[ChatMessage]
     shown: Sequence[ChatMessage]
-    tools: Sequence[dict[str, Any]]
+    tools: Tools
     offered: bytes
 
 
@@ -245,9 +246,7 @@ class EpisodeRecorder:
         # Whether late system messages become the user's.
         self._recasts = False
 
-    def prompt(
-        self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]], limit: int = sys.maxsize
-    ) -> Prompt:
+    def prompt(self, messages: Sequence[ChatMessage], tools: Tools, limit: int = sys.maxsize) -> Prompt:
         """Return the tokens of a conversation that the assistant is to continue; nothing is recorded yet.
 
         Raises jinja2.TemplateError for messages that the chat template rejects, and TooLong unless there are fewer than
@@ -264,9 +263,7 @@ class EpisodeRecorder:
         self._recasts = True
         return found
 
-    def _extend(
-        self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]], limit: int, recasts: bool
-    ) -> Prompt:
+    def _extend(self, messages: Sequence[ChatMessage], tools: Tools, limit: int, recasts: bool) -> Prompt:
         given = _Given(messages, _recast(messages) if recasts else messages, tools, self._printed(tools, limit))
         known, answer = self._longest(messages, given.offered)
         if answer is not None and not self._continues(given, known - 1):
@@ -276,7 +273,7 @@ class EpisodeRecorder:
         except CannotBridge:
             return self._prompt(given, limit, 0, None)
 
-    def _printed(self, tools: Sequence[dict[str, Any]], limit: int) -> bytes:
+    def _printed(self, tools: Tools, limit: int) -> bytes:
         """Hash the tools as the chat format prints them, so that a change that it does not print begins no row."""
         given = hashlib.sha256(msgspec.json.encode(tools, order="sorted")).digest()
         if (found := self._offered.get(given)) is None:
@@ -285,7 +282,7 @@ class EpisodeRecorder:
             found = self._offered[given] = self._probe(tools, limit) or given
         return found
 
-    def _probe(self, tools: Sequence[dict[str, Any]], limit: int) -> bytes:
+    def _probe(self, tools: Tools, limit: int) -> bytes:
         # Some templates take no system message.
         for messages in (_PROBE, _PROBE[1:]):
             try:

@@ -33,6 +33,7 @@ from rl_async.agent_loop.chat_formats.format import (
     SampledTurn,
     Settled,
     TooLong,
+    Tools,
 )
 from rl_async.agent_loop.episode import policy_sampling
 from rl_async.agent_loop.tools.tool_registry import task_tools
@@ -141,12 +142,7 @@ class MessageLines:
         self.stop_token_ids = [END]
 
     def prompt(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] = (),
-        *,
-        sampled: Collection[int] = (),
-        limit: int = sys.maxsize,
+        self, messages: Sequence[Message], tools: Tools = (), *, sampled: Collection[int] = (), limit: int = sys.maxsize
     ) -> list[int]:
         """Encode the conversation so far. Raises TooLong unless there are fewer than ``limit`` tokens."""
         return _within(limit, [*line(list(tools)), *self._lines(messages)])
@@ -156,7 +152,7 @@ class MessageLines:
         prompt_ids: Sequence[int],
         sampled_ids: Sequence[int],
         messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] = (),
+        tools: Tools = (),
         *,
         sampled: Collection[int] = (),
         limit: int = sys.maxsize,
@@ -188,12 +184,7 @@ class MessageLines:
         return []
 
     def keeps_past(
-        self,
-        messages: Sequence[Message],
-        place: int,
-        tools: Sequence[dict[str, Any]] = (),
-        *,
-        sampled: Collection[int] = (),
+        self, messages: Sequence[Message], place: int, tools: Tools = (), *, sampled: Collection[int] = ()
     ) -> bool:
         """Return True, since the endpoint decides about earlier reasoning."""
         return True
@@ -212,12 +203,7 @@ class MessageLines:
         return text[: tokens * TOKEN_CHARS]
 
     def check(
-        self,
-        messages: Sequence[Message],
-        token_ids: Sequence[int],
-        tools: Sequence[dict[str, Any]] = (),
-        *,
-        sampled: Collection[int] = (),
+        self, messages: Sequence[Message], token_ids: Sequence[int], tools: Tools = (), *, sampled: Collection[int] = ()
     ) -> int | None:
         """Return None, since no template exists here."""
         return None
