@@ -14,7 +14,7 @@ import functools
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -27,20 +27,23 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import UserError
 from rl_async.trainer.backend import ADAM_BETA1
 from rl_async.trainer.model import Headed
-from rl_async.weight_sync.layout import expert_parts
+from rl_async.weight_sync.layout import STACKED_FOR_ENGINES, expert_parts
 
 # What a step keeps of the mean of earlier gradients; torch's default.
 MOMENTUM = 0.95
 # The name of this mean in an optimizer's state, as torch has it.
 MUON_MOMENT = "momentum_buffer"
+# How a matrix holds an expert's gate and up projection: the former's rows first, or columns that alternate.
+Joined = Literal["halves", "alternate"]
 
 
 class Muon(torch.optim.AdamW):
     """``torch.optim.Muon`` for groups of parameters with ``muon=True``, for all others ``torch.optim.AdamW``.
 
     Such a group has matrices [rows, columns], or stacks of experts [experts, rows, columns], each of whose matrices is
-    one for Muon. Their steps are scaled to the size of AdamW's, by 0.2 sqrt(max(rows, columns)), so that learning rate
-    and weight decay mean the same for both (Moonlight, arXiv:2502.16982, section 2.2).
+    one for Muon, or two with ``joined``, an expert's gate and up projection. Their steps are scaled to the size of
+    AdamW's, by 0.2 sqrt(max(rows, columns)), so that learning rate and weight decay mean the same for both (Moonlight,
+    arXiv:2502.16982, section 2.2).
     """
 
     @torch.no_grad()
@@ -50,8 +53,11 @@ class Muon(torch.optim.AdamW):
             if group.get("muon"):
                 parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
                 updates = (self._update(parameter) for parameter in parameters)
-                for parameter, direction in zip(parameters, orthogonal(updates), strict=True):
-                    rate = _muon._adjust_lr(group["lr"], "match_rms_adamw", parameter.shape[-2:])
+                joined = group.get("joined")
+                for parameter, direction in zip(parameters, orthogonal(updates, joined), strict=True):
+                    rows, columns = parameter.shape[-2:]
+                    shape = torch.Size((rows // (1 + (joined == "halves")), columns // (1 + (joined == "alternate"))))
+                    rate = _muon._adjust_lr(group["lr"], "match_rms_adamw", shape)
                     own = local(parameter)
                     own.mul_(1 - group["lr"] * group["weight_decay"])
                     own.add_(direction, alpha=-rate)
@@ -74,26 +80,28 @@ class Muon(torch.optim.AdamW):
         return DTensor.from_local(update, mesh, placements, shape=parameter.shape, stride=parameter.stride())
 
 
-def orthogonal(updates: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield this rank's part of each matrix, orthogonalised; ``updates`` are bfloat16, whole or sharded along one
-    dimension. A collective for sharded ones."""
+def orthogonal(updates: Iterable[Tensor], joined: Joined | None = None) -> Iterator[Tensor]:
+    """Yield this rank's part of each matrix, orthogonalised, of ``joined`` ones each by itself.
+
+    ``updates`` are bfloat16, whole or sharded along one dimension. A collective for sharded ones.
+    """
     waiting: list[DTensor] = []
     for update in updates:
         if _is_whole(update):
             # What is sharded by experts needs no other rank.
-            yield from _exchanged(waiting)
+            yield from _exchanged(waiting, joined)
             waiting = []
-            yield _orthogonal(local(update))
+            yield _orthogonal(local(update), joined)
         else:
             assert isinstance(update, DTensor)
             waiting.append(update)
             if len(waiting) == _sharing(update).size():
-                yield from _exchanged(waiting)
+                yield from _exchanged(waiting, joined)
                 waiting = []
-    yield from _exchanged(waiting)
+    yield from _exchanged(waiting, joined)
 
 
-def _exchanged(updates: Sequence[DTensor]) -> Iterator[Tensor]:
+def _exchanged(updates: Sequence[DTensor], joined: Joined | None) -> Iterator[Tensor]:
     """Orthogonalise at most as many matrices as ranks share a copy, one on each."""
     if not updates:
         return
@@ -108,7 +116,7 @@ def _exchanged(updates: Sequence[DTensor]) -> Iterator[Tensor]:
     if rank < len(updates):
         along = _along(updates[rank])
         parts = [part.view(shape) for part, shape in zip(collected.split(received), shapes, strict=True)]
-        whole = _orthogonal(torch.cat(parts, along))
+        whole = _orthogonal(torch.cat(parts, along), joined)
         lengths = [shape[along] for shape in shapes]
         collected = torch.cat([part.flatten() for part in whole.split(lengths, along)])
     returned = mine[0].new_empty(sum(sent))
@@ -117,10 +125,14 @@ def _exchanged(updates: Sequence[DTensor]) -> Iterator[Tensor]:
         yield numbers.view(part.shape)
 
 
-def _orthogonal(matrix: Tensor) -> Tensor:
+def _orthogonal(matrix: Tensor, joined: Joined | None = None) -> Tensor:
     """Orthogonalise a matrix, or each of a stack, by torch's Newton-Schulz iteration with its default coefficients."""
     if matrix.dim() == 3:
-        return torch.stack([_orthogonal(single) for single in matrix]) if len(matrix) else matrix
+        return torch.stack([_orthogonal(single, joined) for single in matrix]) if len(matrix) else matrix
+    if joined == "halves":
+        return torch.cat([_orthogonal(half) for half in matrix.chunk(2)])
+    if joined == "alternate":
+        return torch.stack([_orthogonal(matrix[:, first::2]) for first in range(2)], -1).flatten(-2)
     coefficients = (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C)
     return _muon._zeropower_via_newtonschulz(matrix, coefficients, _muon.DEFAULT_NS_STEPS, _muon.EPS)
 
@@ -295,23 +307,29 @@ def parameter_groups(
     """Divide the parameters that are ``trained``, by name, into the optimizer's groups.
 
     Those of a vision tower have a learning rate of their own. With Muon, so do the matrices of the decoder's layers,
-    among them experts, that it trains; embeddings, heads, norms, biases and convolutions are AdamW's.
+    among them experts, that it trains; embeddings, heads, norms, biases and convolutions are AdamW's. Experts' gate and
+    up projections, which one tensor holds, are matrices of their own for Muon.
     """
     tower = {parameter for part in model.tower for parameter in part.parameters()}
     layers = set(model.decoder.layers.parameters()) if config.optimizer == "muon" else set()
     seen: list[Tensor] = []
     matrices: list[Tensor] = []
+    pairs: list[Tensor] = []
     others: list[Tensor] = []
+    alternate = model.lm.config.model_type in STACKED_FOR_ENGINES
     for name, parameter in trained:
         if parameter in tower:
             seen.append(parameter)
-        elif parameter in layers and (parameter.dim() == 2 or expert_parts(name, parameter.shape)):
-            matrices.append(parameter)
+        elif parameter not in layers or name.endswith("bias"):
+            others.append(parameter)
+        elif parameter.dim() == 2 or expert_parts(name, parameter.shape):
+            (pairs if name.endswith(".experts.gate_up_proj") else matrices).append(parameter)
         else:
             others.append(parameter)
     groups: list[dict[str, Any]] = [
         {"params": others},
         {"params": matrices, "muon": True},
+        {"params": pairs, "muon": True, "joined": "alternate" if alternate else "halves"},
         {"params": seen, "lr": config.vision_learning_rate or config.learning_rate},
     ]
     return [group for group in groups if group["params"]]

@@ -1,20 +1,24 @@
 """One kernel of AdamW does what its single operations do, and Muon what torch's own does."""
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import UserError
 from rl_async.trainer.backend import learning_rate_factor
 from rl_async.trainer.compute_type import TOKENS, TRIES, measure_rates
 from rl_async.trainer.fsdp2 import Fsdp2Backend
-from rl_async.trainer.optimizers import MOMENTUM, adamw_form, allocate_state, build_optimizer
+from rl_async.trainer.model import Headed, skeleton
+from rl_async.trainer.optimizers import MOMENTUM, adamw_form, allocate_state, build_optimizer, parameter_groups
+from tests.support.families import config_of
 
 STEPS = 5
 RATE, DECAY = 0.01, 0.1
@@ -72,27 +76,47 @@ def test_muon_is_torch_s_for_matrices_and_stacks_of_them_beside_adamw() -> None:
 
     def drawn() -> list[Tensor]:
         draw = torch.Generator().manual_seed(2)
-        return [torch.randn(shape, generator=draw).requires_grad_() for shape in ((6, 9), (9, 6), (4, 6, 9), (65,))]
+        shapes = ((6, 9), (9, 6), (4, 6, 9), (65,), (2, 12, 9), (2, 6, 18))
+        return [torch.randn(shape, generator=draw).requires_grad_() for shape in shapes]
+
+    def apart(tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The matrices that Muon orthogonalises: of the last two stacks each expert's gate and up projection."""
+        halves = [half for expert in tensors[4] for half in (expert[:6], expert[6:])]
+        return [*tensors[:2], *tensors[2], *halves, *(expert[:, i::2] for expert in tensors[5] for i in range(2))]
 
     ours, theirs = drawn(), drawn()
     config = TrainerConfig(optimizer="muon", learning_rate=RATE, weight_decay=DECAY)
-    train(build_optimizer([{"params": ours[3:]}, {"params": ours[:3], "muon": True}], config, "cpu"), ours, 20)
+    groups: list[dict[str, Any]] = [{"params": ours[3:4]}, {"params": ours[:3], "muon": True}]
+    groups.append({"params": ours[4:5], "muon": True, "joined": "halves"})
+    groups.append({"params": ours[5:], "muon": True, "joined": "alternate"})
+    train(build_optimizer(groups, config, "cpu"), ours, 20)
 
-    plain = [tensor.detach().clone().requires_grad_() for tensor in (*theirs[:2], *theirs[2])]
+    plain = [tensor.detach().clone().requires_grad_() for tensor in apart(theirs)]
     muon = torch.optim.Muon(plain, lr=RATE, weight_decay=DECAY, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw")
-    adamw = build_optimizer([{"params": theirs[3:]}], TrainerConfig(learning_rate=RATE, weight_decay=DECAY), "cpu")
+    adamw = build_optimizer([{"params": theirs[3:4]}], TrainerConfig(learning_rate=RATE, weight_decay=DECAY), "cpu")
     draw = torch.Generator().manual_seed(1)
     for _ in range(20):
         gradients = [torch.randn(parameter.shape, generator=draw) for parameter in theirs]
-        for parameter, gradient in zip(plain, (*gradients[:2], *gradients[2]), strict=True):
+        for parameter, gradient in zip(plain, apart(gradients), strict=True):
             parameter.grad = gradient.clone()
         theirs[3].grad = gradients[3]
         muon.step()
         adamw.step()
-    expected = [*plain[:2], torch.stack(plain[2:]), theirs[3]]
-    assert all(got.equal(right) for got, right in zip(ours, expected, strict=True))
+    assert all(got.equal(right) for got, right in zip(apart(ours), plain, strict=True)) and ours[3].equal(theirs[3])
     moved = [(got - first).abs().max() for got, first in zip(ours, drawn(), strict=True)]
     assert min(moved) > RATE
+
+
+@pytest.mark.parametrize(("kind", "joined"), [("qwen3_moe", "halves"), ("gpt_oss", "alternate")])
+def test_muon_takes_gate_and_up_of_experts_apart_and_leaves_biases_to_adamw(kind: str, joined: str) -> None:
+    model = Headed(skeleton(AutoModelForCausalLM, config_of(kind)), "policy")
+    names = {parameter: name for name, parameter in model.lm.named_parameters()}
+    groups = parameter_groups(model, list(model.lm.named_parameters()), TrainerConfig(optimizer="muon"))
+    of_group = {group.get("joined", group.get("muon")): {names[one] for one in group["params"]} for group in groups}
+    assert of_group.keys() == {None, True, joined}
+    assert of_group[joined] == {name for name in names.values() if name.endswith(".experts.gate_up_proj")}
+    assert not any(name.endswith("bias") for name in of_group[True])
+    assert any(name.endswith(".experts.down_proj") for name in of_group[True])
 
 
 def test_moments_of_another_optimizer_are_refused(model_folder: Path, tmp_path: Path, one_rank: None) -> None:
