@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -79,6 +80,8 @@ KEPT = [
     aten._scaled_dot_product_fused_attention_overrideable.default,
     torch.ops.torch_attn._varlen_attn.default,
 ]
+# Those of FlashAttention's packages, which exist once they are imported: version 2, and builds of version 3.
+KEPT_OF_PACKAGES = ("flash_attn::_flash_attn_varlen_forward", "flash_attn_3::_flash_attn_forward", "flash_attn_3::fwd")
 
 
 class Fsdp2Backend:
@@ -385,7 +388,8 @@ def prepare(model: Headed, config: TrainerConfig) -> None:
 
 
 def keeping() -> tuple[Any, Any]:
-    """Return the contexts of a layer's forward pass and of its second one, which takes the results of ``KEPT``.
+    """Return the contexts of a layer's forward pass and of its second one, which takes the results of ``KEPT`` and
+    ``KEPT_OF_PACKAGES``.
 
     The first raises UserError for an operation that changes such a result, given as its first argument. The second
     would take what was changed for the original, and torch notices only some of these cases.
@@ -393,7 +397,7 @@ def keeping() -> tuple[Any, Any]:
     kept: set[int] = set()
 
     def choose(context: SelectiveCheckpointContext, operation: Any, *args: Any, **options: Any) -> CheckpointPolicy:
-        if operation in KEPT:
+        if operation in KEPT or (isinstance(operation, OpOverload) and operation.name() in KEPT_OF_PACKAGES):
             if not context.is_recompute:
                 result = context.op_output[0] if isinstance(context.op_output, tuple) else context.op_output
                 kept.add(result.untyped_storage()._cdata)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from rl_async.configs.schema.data import FLASH_ATTN, OverrideConfig
 from rl_async.configs.schema.trainer import TrainerConfig
@@ -18,7 +19,7 @@ from rl_async.errors import UserError
 from rl_async.launcher.sources import overridden_folder
 from rl_async.trainer import attention, model, packing
 from rl_async.trainer.attention import PACKAGES, VARLEN, package_kernel, packed_attention
-from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.trainer.fsdp2 import KEPT_OF_PACKAGES, Fsdp2Backend, keeping
 from rl_async.trainer.packing import collate, row_calls
 from tests.conftest import make_rows
 from tests.support.flash_attn import varlen_2, varlen_3
@@ -81,6 +82,43 @@ def test_one_call_for_the_row_computes_what_one_for_each_sequence_does(
     assert_near(found[0], expected[0], 2 * rounding(size * max(1.0, 2 * scores), terms=8))
     for one, other in zip(found[1:], expected[1:], strict=True):
         assert_near(one, other, 2 * rounding(size**3 * max(1.0, 2 * scores), terms=8 * 12))
+
+
+@pytest.mark.parametrize("name", KEPT_OF_PACKAGES)
+def test_selective_checkpointing_attends_once(name: str) -> None:
+    """An operation of that name stands in for the package's, called as there from a function with its own gradient."""
+    space, operation = name.split("::")
+    calls: list[Tensor] = []
+
+    def attend(q: Tensor) -> Tensor:
+        calls.append(q)
+        return 2 * q
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Tensor) -> Tensor:
+            out: Tensor = getattr(getattr(torch.ops, space), operation)(q)
+            ctx.save_for_backward(q, out)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            q, out = ctx.saved_tensors
+            return gradient * out / q
+
+    def layer(x: Tensor) -> Tensor:
+        kept: Tensor = Attention.apply((x + 1).exp()).log()  # type: ignore[no-untyped-call]
+        return kept
+
+    with torch.library._scoped_library(space, "FRAGMENT") as library:
+        library.define(f"{operation}(Tensor q) -> Tensor")
+        library.impl(operation, attend, "CPU")
+        for options, times in (({"context_fn": keeping}, 1), ({}, 2)):
+            calls.clear()
+            x = torch.ones(3, requires_grad=True)
+            checkpoint(layer, x, use_reentrant=False, **options).sum().backward()
+            assert len(calls) == times and x.grad is not None
+            assert_near(x.grad, torch.ones(3), rounding(1.0, terms=8))
 
 
 def test_a_package_that_is_missing_broken_or_of_another_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
