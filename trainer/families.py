@@ -7,6 +7,7 @@ logits are ``lm_head(hidden)``, scaled and capped as declared here; a test compa
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 from rl_async.configs.schema.data import ATTENTION_KEY, FLASH_ATTN
@@ -133,6 +134,14 @@ def family_of(config: Any) -> Family:
     return (FAMILIES | VISION_TEXT)[text_of(config).model_type]
 
 
+# The first release of Transformers whose layers pass on to their mixer what a forward pass is given besides.
+PASSED_ON_SINCE = {"lfm2": "5.22", "lfm2_moe": "5.22"}
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in version.split(".")[:2])
+
+
 def why_padded(config: Any) -> str | None:
     """Why a model with this Hugging Face config cannot be packed; None if it can."""
     if (chosen := getattr(config, ATTENTION_KEY, None)) and chosen != FLASH_ATTN:
@@ -144,6 +153,8 @@ def why_padded(config: Any) -> str | None:
     family = (FAMILIES | VISION_TEXT).get(kind)
     if family is None:
         return f"models of type {kind} are not known to keep packed rows apart"
+    if (needed := PASSED_ON_SINCE.get(kind)) and _release(version("transformers")) < _release(needed):
+        return f"before {needed} Transformers does not tell its convolutions which rows are packed; upgrade it"
     config = text
     others = set(getattr(config, "layer_types", None) or ()) - family.layers
     if others:

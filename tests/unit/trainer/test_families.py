@@ -24,6 +24,7 @@ from rl_async.messages import Media, Reserved, Sampling, Trajectory, TrajectoryH
 from rl_async.model_files import MIXERS
 from rl_async.pictures import FAMILIES as IMAGE_FAMILIES
 from rl_async.pictures import PictureProcessor
+from rl_async.trainer import families
 from rl_async.trainer.actor_critic import build_models
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.backend import Outputs
@@ -160,6 +161,15 @@ def test_the_page_of_models_says_what_the_code_answers() -> None:
     vllm = {kind: cells[-1] for kind, *cells in (line.strip("| ").split(" | ") for line in lines[2:])}
     assert vllm.keys() == set(KINDS), "run tests/support/model_table.py"
     assert lines == table(vllm)
+
+
+@pytest.mark.parametrize(("release", "padded"), [("5.17.0", True), ("5.22.0.dev0", False), ("6.0", False)])
+def test_lfm2_is_padded_where_transformers_tells_its_convolutions_nothing_of_rows(
+    release: str, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(families, "version", lambda package: release)
+    assert bool(why_padded(config_of("lfm2"))) == padded
+    assert why_padded(config_of("qwen3_next")) is None
 
 
 def test_a_layer_with_a_state_refuses_rows_that_are_not_packed() -> None:
