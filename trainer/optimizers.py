@@ -27,7 +27,7 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import UserError
 from rl_async.trainer.backend import ADAM_BETA1
 from rl_async.trainer.model import Headed
-from rl_async.weight_sync.layout import STACKED_FOR_ENGINES, expert_parts
+from rl_async.weight_sync.layout import BLOCK, LEAST_NUMBERS, STACKED_FOR_ENGINES, expert_parts, in_blocks
 
 # What a step keeps of the mean of earlier gradients; torch's default.
 MOMENTUM = 0.95
@@ -169,10 +169,6 @@ def _part_shapes(tensor: DTensor, ranks: int) -> list[tuple[int, ...]]:
 
 log = logging.getLogger("rl_async.trainer")
 
-# Numbers that share a scale (arXiv:2110.02861, section 2.1, and torchao's default for AdamW).
-BLOCK = 256
-# A parameter with fewer numbers keeps float32 moments, as in torchao and bitsandbytes.
-LEAST_NUMBERS = 4096
 # Suffixes of the state's names for a moment's codes, of the parameter's shape, and for their scales.
 CODES, SCALES = "_codes", "_scales"
 
@@ -194,7 +190,7 @@ class AdamW8bit(torch.optim.Optimizer):
         if left:
             log.warning(
                 "trainer.optimizer=adamw_8bit: %.0f %% of the matrices keep float32 moments, since ranks do not hold "
-                "equal parts of whole blocks of %d; the memory plan counts all of them in 8 bits",
+                "equal parts of whole blocks of %d",
                 *(100 * left / sum(one.numel() for one in large), BLOCK),
             )
 
@@ -270,9 +266,7 @@ def _large(parameter: Tensor) -> bool:
 
 
 def _in_blocks(parameter: Tensor) -> bool:
-    """Whether ranks hold equal parts of the parameter that are whole blocks, so that its moments can be codes."""
-    ranks, along = _divided(parameter)
-    return parameter.shape[along] % ranks == 0 and math.prod(parameter.shape[along:]) // ranks % BLOCK == 0
+    return in_blocks(parameter.shape, *_divided(parameter))
 
 
 def _zeros(parameter: Tensor, name: str) -> dict[str, Tensor]:

@@ -130,6 +130,17 @@ def sharded_dimension(shape: Sequence[int], ranks: int) -> int:
     return 1 if uneven and rows % ranks == 0 and experts * ranks <= MOST_PIECES else 0
 
 
+# Numbers that share a scale in 8-bit moments (arXiv:2110.02861, section 2.1, and torchao's default for AdamW).
+BLOCK = 256
+# A parameter with fewer numbers keeps float32 moments, as in torchao and bitsandbytes.
+LEAST_NUMBERS = 4096
+
+
+def in_blocks(shape: Sequence[int], ranks: int, along: int) -> bool:
+    """Whether ranks that divide a parameter along a dimension hold equal parts of whole blocks, for 8-bit moments."""
+    return shape[along] % ranks == 0 and math.prod(shape[along:]) // ranks % BLOCK == 0
+
+
 def fsdp2(tensors: Mapping[str, TensorSpec], ranks: int, replicas: int = 1) -> Layout:
     """Return the layout of our FSDP2 models, ``Shard(sharded_dimension)`` of torch's DTensor: as by ``torch.chunk``, so
     the last ranks may have none.

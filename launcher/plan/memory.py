@@ -39,6 +39,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
 from rl_async.model_files import experts_of, read_object
 from rl_async.process.run_files import DeviceBudget, Holder, MemoryBudget, Part, Stage
+from rl_async.weight_sync.layout import LEAST_NUMBERS, in_blocks, sharded_dimension
 
 # vLLM's attention on the CPU refuses heads of 16.
 HEAD_DIM = 32
@@ -118,6 +119,9 @@ class ModelSize:
     # The weights of the layers' matrices, which rollout.quantization rounds and Muon trains, and of the critic's.
     matrices: int = 0
     critic_matrices: int = 0
+    # The shapes of the weights, of the policy's decoder and of the critic, with how often each occurs.
+    shapes: tuple[tuple[tuple[int, ...], int], ...] = ()
+    critic_shapes: tuple[tuple[tuple[int, ...], int], ...] = ()
     # The weights in experts, of the policy and of the critic, and those in experts that a token does not pass through.
     in_experts: int = 0
     critic_in_experts: int = 0
@@ -154,7 +158,11 @@ def model_size(config: RunConfig) -> ModelSize | None:
     if critic is None:
         return None
     return replace(
-        policy, critic=critic.parameters, critic_matrices=critic.matrices, critic_in_experts=critic.in_experts
+        policy,
+        critic=critic.parameters,
+        critic_matrices=critic.matrices,
+        critic_shapes=critic.shapes,
+        critic_in_experts=critic.in_experts,
     )
 
 
@@ -257,17 +265,22 @@ def size_of(model: dict[str, Any]) -> ModelSize | None:
         # Multi-head latent attention (arXiv:2405.04434, section 2.1); engines cache the latent vector and rotary key.
         rotary, value, rank = model["qk_rope_head_dim"], model["v_head_dim"], model.get("q_lora_rank")
         queries = keys = heads * (model["qk_nope_head_dim"] + rotary)
-        attention = rank * (hidden + queries) if rank else hidden * queries
-        attention += hidden * (latent + rotary + heads * value)
-        attention += latent * heads * (model["qk_nope_head_dim"] + value)
+        attention = [(rank, hidden), (queries, rank)] if rank else [(queries, hidden)]
+        attention += [(latent + rotary, hidden), (heads * (model["qk_nope_head_dim"] + value), latent)]
+        attention += [(hidden, heads * value)]
         cached = latent + rotary
     else:
         queries, keys = heads * head_dim, kv_heads * head_dim
-        attention, cached = 2 * hidden * (queries + keys), 2 * keys
+        attention, cached = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)], 2 * keys
     layer = 6 * hidden + 5 * queries + 4 * keys + 4 * inner
     in_experts = sparse * 3 * hidden * one * experts
     dense = (model.get("intermediate_size") or one) if experts else one
-    matrices = layers * attention + in_experts + 3 * hidden * (sparse * shared + (layers - sparse) * dense)
+    occur: list[tuple[tuple[int, ...], int]] = [(shape, layers) for shape in attention]
+    occur += [((experts, 2 * one, hidden), sparse), ((experts, hidden, one), sparse)]
+    for width, number in ((shared, sparse), (dense, layers - sparse)):
+        occur += [((width, hidden), 2 * number), ((hidden, width), number)]
+    matrices = sum(math.prod(shape) * number for shape, number in occur)
+    occur += [((vocab, hidden), 1 if model.get("tie_word_embeddings") else 2)]
     return ModelSize(
         parameters=embeddings + sparse * hidden * experts + matrices,
         kv_per_token=layers * cached,
@@ -279,6 +292,7 @@ def size_of(model: dict[str, Any]) -> ModelSize | None:
         experts=experts,
         layer=2 * hidden + max(queries + 2 * keys, 3 * inner),
         matrices=matrices,
+        shapes=tuple((shape, number) for shape, number in occur if number and math.prod(shape)),
         in_experts=in_experts,
         idle=in_experts - sparse * 3 * hidden * chosen,
     )
@@ -361,9 +375,16 @@ def trainer_parts(config: RunConfig, size: ModelSize, *, on_gpu: bool) -> dict[P
         dense = (weights - in_experts) // (trainer.tensor_parallel * trainer.pipeline_parallel)
         return dense + in_experts // (trainer.expert_parallel * trainer.pipeline_parallel)
 
-    # Muon keeps one moment of each weight, and AdamW in 8 bits a byte of each, and a float32 scale for 256.
+    # Muon keeps one moment of each weight, and AdamW in 8 bits a byte of each, and a float32 scale for 256, but of
+    # matrices that ranks do not divide into whole blocks float32 numbers. A vision tower's are taken to be divided so.
     muon = size.matrices + size.critic_matrices if trainer.optimizer == "muon" else 0
     moment = 4 / 256 + 1 if trainer.optimizer == "adamw_8bit" else 4
+    shapes = (*(() if trainer.lora else size.shapes), *size.critic_shapes)
+    plain = sum(
+        math.prod(shape) * number
+        for shape, number in shapes
+        if math.prod(shape) < LEAST_NUMBERS or not in_blocks(shape, sharded, sharded_dimension(shape, sharded))
+    )
     own = held(whole, size.critic_in_experts + (0 if trainer.lora else size.in_experts))
     reference = held(size.parameters, size.in_experts) * (each if megatron else 4)
     teacher = held(size.teacher, size.teacher_in_experts) * (each if megatron else 4)
@@ -375,7 +396,7 @@ def trainer_parts(config: RunConfig, size: ModelSize, *, on_gpu: bool) -> dict[P
         "weights": frozen + masters + own * (each if megatron else 4),
         "reference": reference if has_reference else 0,
         "teacher": teacher,
-        "optimizer": int((whole - still) * moment * 2 - muon * 4) // sharded,
+        "optimizer": int((whole - still) * moment * 2 + plain * (4 - moment) * 2 - muon * 4) // sharded,
         "gradients": (own - still // sharded) * 4,
     }
     if on_gpu and trainer.cpu_offload:

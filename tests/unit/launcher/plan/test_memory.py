@@ -1,6 +1,7 @@
 """The memory of each role, and the budget of a run's devices by stage."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -182,6 +183,37 @@ def test_moments_in_8_bits_are_a_byte_a_weight_and_a_scale_for_256() -> None:
     assert trainer_bytes(config, size) == HELD + 25_600 * 12 + 2 * (25_600 + 100 * 4)
 
 
+@pytest.mark.parametrize(
+    ("shape", "ranks", "codes"),
+    [
+        ((64, 256), 2, True),
+        # Ranks would hold 32 and 33 rows, or half a block more.
+        ((65, 256), 2, False),
+        ((66, 128), 2, False),
+        ((15, 256), 1, False),
+        # Whole experts, and then rows of each.
+        ((4, 16, 256), 2, True),
+        ((2, 16, 256), 4, True),
+        ((2, 18, 256), 4, False),
+    ],
+)
+def test_moments_of_matrices_that_ranks_do_not_divide_into_blocks_are_float32(
+    shape: tuple[int, ...], ranks: int, codes: bool
+) -> None:
+    config = float32_config("calculator", ["trainer.optimizer=adamw_8bit", f"trainer.ranks={ranks}"])
+    numbers = math.prod(shape)
+    size = ModelSize(parameters=numbers, kv_per_token=1, shapes=((shape, 1),))
+    moments = int(numbers * 2 * (1 + 4 / 256 if codes else 4)) // ranks
+    assert trainer_parts(config, size, on_gpu=False)["optimizer"] == moments
+
+
+def test_the_shapes_of_a_model_are_its_weights() -> None:
+    size = size_of(MIXTRAL_8X7B)
+    assert size is not None
+    routers = 32 * 4096 * 8
+    assert sum(math.prod(shape) * number for shape, number in size.shapes) == size.parameters - routers
+
+
 def test_a_rank_holds_its_part_of_one_copy() -> None:
     size = ModelSize(parameters=1000, kv_per_token=1)
     config = float32_config("calculator", ["trainer.ranks=4", "trainer.replicas=2"])
@@ -217,12 +249,17 @@ def test_a_critic_of_its_own_counts_and_a_shared_one_does_not(tmp_path: Path) ->
     assert both is not None
     assert (both.parameters, both.kv_per_token, both.critic) == (layer + embeddings, 16, layer + embeddings)
     shared = model_size(float32_config("calculator", [*gae, "critic.shared=true"]))
-    assert shared == replace(both, critic=0, critic_matrices=0)
+    assert shared == replace(both, critic=0, critic_matrices=0, critic_shapes=())
     alone = trainer_bytes(own, shared)
     assert alone is not None
     assert trainer_bytes(own, both) == alone + 20 * (layer + embeddings)
     larger = model_size(float32_config("calculator", [*gae, f"critic.path={tmp_path}/critic"]))
-    assert larger == replace(both, critic=2 * layer + embeddings, critic_matrices=2 * layer)
+    assert larger == replace(
+        both,
+        critic=2 * layer + embeddings,
+        critic_matrices=2 * layer,
+        critic_shapes=tuple((shape, 2 * number) for shape, number in both.shapes[:-1]) + both.shapes[-1:],
+    )
     assert model_size(float32_config("calculator", [*gae, f"critic.path={tmp_path}/nothing"])) is None
 
 
@@ -282,7 +319,7 @@ def test_what_is_quantised_are_the_matrices_of_layers() -> None:
     assert size.parameters - size.matrices == 2 * 32000 * 4096 + 32 * 4096 * 8  # embeddings, last layer, routers
 
 
-@pytest.mark.parametrize("option", ["staged=true", "delta=true", "adapters=add"])
+@pytest.mark.parametrize("option", ["way=staged", "way=delta", "adapters=add"])
 def test_an_engine_that_keeps_a_copy_holds_its_weights_twice(option: str) -> None:
     size = ModelSize(parameters=1000, kv_per_token=0)
     lora = ["trainer.lora={}"] if "adapters" in option else []
@@ -290,7 +327,7 @@ def test_an_engine_that_keeps_a_copy_holds_its_weights_twice(option: str) -> Non
     assert engine_bytes(config, size) == TORCH_BYTES + 2 * 1000 * 4
     ranks = ["rollout.engine=vllm", "rollout.tensor_parallel=2", *lora, f"weight_sync.{option}"]
     # Ranks hold slices if updates are staged, and all weights otherwise.
-    copies = 1 if option == "staged=true" else 2
+    copies = 1 if option == "way=staged" else 2
     divided = float32_config("calculator", [*ranks, "rollout.cache_bytes=1"])
     assert engine_bytes(divided, size) == 2 * (TORCH_BYTES + 1) + (1 + copies) * 1000 * 4
 
@@ -426,10 +463,10 @@ def test_who_takes_turns_on_a_gpu_has_it_alone_but_for_the_runtime() -> None:
 def test_what_waits_for_engines_is_each_ranks_share_or_on_the_host() -> None:
     two = the(planned("trainer.ranks=2", gpus=2), "trainer")[1]
     assert two.stages["load"]["published"] == GIB
-    on_the_host = the(planned("weight_sync.transport=disk", gpus=1), "trainer")[1]
+    on_the_host = the(planned("weight_sync.way=disk", gpus=1), "trainer")[1]
     assert on_the_host.stages["load"] == {"runtime": CONTEXT_BYTES}
     assert "published" not in on_the_host.stages["gather"]
-    gathered = the(planned("weight_sync.delta=true", gpus=1), "trainer")[1]
+    gathered = the(planned("weight_sync.way=delta", gpus=1), "trainer")[1]
     assert gathered.stages["gather"]["published"] == 2 * GIB and "published" not in gathered.stages["load"]
 
 
@@ -454,7 +491,7 @@ def test_engines_of_different_kinds_share_what_is_left_in_the_stage_that_has_lea
 def test_an_engine_has_a_context_on_each_gpu_from_which_it_takes_weights() -> None:
     found = planned("trainer.ranks=2", "rollout.engines=2", gpus=2)
     assert the(found, "engine")[1].stages["train"] == {"runtime": 2 * CONTEXT_BYTES}
-    on_the_host = planned("trainer.ranks=2", "rollout.engines=2", "weight_sync.transport=disk", gpus=2)
+    on_the_host = planned("trainer.ranks=2", "rollout.engines=2", "weight_sync.way=disk", gpus=2)
     assert the(on_the_host, "engine")[1].stages["train"] == {"runtime": CONTEXT_BYTES}
 
 
@@ -560,7 +597,7 @@ def test_on_a_cpu_only_the_embedded_engine_frees_memory_and_the_trainer_none(eng
         (
             ["trainer.cpu_offload=true", "model.device=gpu", "trainer.lora={}"],
             6 * GIB,
-            ["'load'", "engine-0", "rollout.tensor_parallel", "trainer-0", "trainer.ranks", "weight_sync.transport"],
+            ["'load'", "engine-0", "rollout.tensor_parallel", "trainer-0", "trainer.ranks", "weight_sync.way"],
         ),
         (
             ["launcher.device_memory=0.1"],
