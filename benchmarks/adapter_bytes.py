@@ -3,7 +3,7 @@
     python -m benchmarks.adapter_bytes [--repeats 3]
 
 bfloat16 on the wire, AdamW at 1e-5, random tokens, random Qwen3s. First bytes, as shares of the weights, of 12 M
-parameters: what ``weight_sync.delta`` sends, in buckets of 1 and of 64 MiB, and what adapters are by themselves, in
+parameters: what ``weight_sync.way=delta`` sends, in buckets of 1 and of 64 MiB, and what adapters are by themselves, in
 float32. Then, of 39 M parameters, what takes how long until an embedded engine in a process of its own serves the new
 weights: each step is published in every way, each to its own engine, in turns. Medians.
 """
@@ -99,7 +99,7 @@ def publications(folder: Path, lora: LoraConfig, repeats: int) -> dict[str, list
                 WeightCoordinator(
                     directory.open,
                     lambda r, token=token: VllmEngine(r.url, token=token),
-                    WeightSyncConfig(transport="gloo", timeout_s=TIMEOUT_S, delta=delta),
+                    WeightSyncConfig(way=("gloo", "delta") if delta else "gloo", timeout_s=TIMEOUT_S),
                 )
             )
             gathering = Gathering(wire, 0, BUCKETS_MIB[-1] << 20, TIMEOUT_S)

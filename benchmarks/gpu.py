@@ -230,7 +230,7 @@ def measure_publication(device: str, kind: str) -> dict[str, float]:
     held = {(n, whole(s.shape)): torch.randn(s.shape, device=device, dtype=torch.bfloat16) for n, s in specs.items()}
     weights = ShardedWeights(fsdp2(specs, 1), held)
     nbytes = sum(tensor.nbytes for tensor in held.values())
-    sync = WeightSyncConfig(transport="ipc", bucket_bytes=device_bucket(nbytes))
+    sync = WeightSyncConfig(way="ipc", bucket_bytes=device_bucket(nbytes))
     outlet = Outlet(0, sync, "127.0.0.1", 60.0, bucket_device("ipc", device))
     shards = RankShards(outlet, {})
     command = [sys.executable, "-m", "benchmarks.gpu", "--receive", device]

@@ -81,7 +81,7 @@ ITEMS = {
         10,
         (
             *(*LAUNCH, "--mode", "disaggregated", *REAL_RUN, "--name", "gpu-separate", "launcher.run_dir=RUNS"),
-            *("weight_sync.transport=nccl", "rollout.engines=4", "trainer.ranks=4"),
+            *("weight_sync.way=nccl", "rollout.engines=4", "trainer.ranks=4"),
         ),
         (*LAUNCH, "--mode", "disaggregated", *SMALL_RUN, "--name", "gpu-separate", "launcher.run_dir=RUNS"),
     ),
@@ -199,19 +199,19 @@ HINTS = {
     ),
     "loading": "Run with --ranks 1; if the peak stays, compare anonymous, not resident",
     "separate devices": (
-        "An engine does not start: its log. A publication hangs: if weight_sync.transport=gloo works, choose the "
+        "An engine does not start: its log. A publication hangs: if weight_sync.way=gloo works, choose the "
         "interface of the other collectives (docs/how-to/clusters.md)"
     ),
     "shared devices": (
         "Out of memory on waking: smaller rollout.max_batch_size, or trainer.cpu_offload=true; while weights are "
-        "copied: weight_sync.transport=disk"
+        "copied: weight_sync.way=disk"
     ),
     "audit": "Keep the run's folder",
     "tensor parallel": (
-        "Engines do not answer as the trainer computes: if weight_sync.transport=disk agrees, the slices are wrong"
+        "Engines do not answer as the trainer computes: if weight_sync.way=disk agrees, the slices are wrong"
     ),
     "pipeline parallel": (
-        "Engines do not answer as the trainer computes: if weight_sync.transport=disk agrees, the slices are wrong"
+        "Engines do not answer as the trainer computes: if weight_sync.way=disk agrees, the slices are wrong"
     ),
     "megatron": "See logs/trainer-0.log, and try trainer.tensor_parallel=1, then trainer.backend=fsdp2",
     "experts": (

@@ -141,7 +141,7 @@ def measure(kind: Callable[[EngineProcess], AbstractContextManager[None]], repea
         urls = {f"engine-{number}": process.url() for number, process in enumerate(processes)}
         slow, slow_url = processes[-1], urls.pop(SLOW)
         directory = StandaloneDirectory(urls)
-        sync = WeightSyncConfig(transport="gloo", timeout_s=TIMEOUT_S)
+        sync = WeightSyncConfig(way="gloo", timeout_s=TIMEOUT_S)
         coordinator = stack.enter_context(
             WeightCoordinator(directory.open, lambda record: VllmEngine(record.url), sync, shares=lambda record: False)
         )

@@ -191,8 +191,8 @@ class Publication:
 RANKS = {1: "one rank", 2: "two ranks"}
 GATHERED = {
     "gathered": SYNC,
-    "gathered, staged": msgspec.structs.replace(SYNC, staged=True),
-    "gathered, delta": msgspec.structs.replace(SYNC, delta=True),
+    "gathered, staged": msgspec.structs.replace(SYNC, way=(SYNC.transport, "staged")),
+    "gathered, delta": msgspec.structs.replace(SYNC, way=(SYNC.transport, "delta")),
 }
 
 

@@ -464,8 +464,8 @@ def _nodes(c: RunConfig) -> str | None:
         return f"{place} needs engines of one kind"
     if c.mode == "colocated" or c.trainer.lend_devices or c.weight_sync.transport == "ipc":
         return (
-            f"{place} does not go with --mode colocated, trainer.lend_devices and weight_sync.transport=ipc, which "
-            "keep an engine on the trainer's machine; use --mode disaggregated and weight_sync.transport=auto"
+            f"{place} does not go with --mode colocated, trainer.lend_devices and weight_sync.way=ipc, which "
+            "keep an engine on the trainer's machine; use --mode disaggregated and weight_sync.way=auto"
         )
     return None
 
@@ -476,11 +476,12 @@ def _abilities(c: RunConfig) -> str | None:
     for kind, traits in engine_traits(c).items():
         if sync.transport != "auto" and sync.transport not in traits.transports:
             return (
-                f"rollout.engine={kind} does not go with weight_sync.transport={sync.transport}; "
+                f"rollout.engine={kind} does not go with weight_sync.way={sync.transport}; "
                 f"{traits.title} receives weights by {', '.join(traits.transports)}"
             )
-        for option in ("delta", "staged", "adapters"):
-            if getattr(sync, option) in (True, "add") and not traits.holds_weights:
+        held = [f"way={option}" for option in sync.options if option != "waves"]
+        for option in [*held, *(["adapters=add"] if sync.adapters == "add" else [])]:
+            if not traits.holds_weights:
                 return (
                     f"rollout.engine={kind} does not go with weight_sync.{option}, which needs engines that keep a "
                     f"copy of the weights; {traits.title} keeps none"
@@ -495,7 +496,7 @@ def _lending(c: RunConfig) -> str | None:
     if c.mode == "colocated":
         return "trainer.lend_devices has no effect with --mode colocated, where engines have those devices anyway"
     if c.weight_sync.transport == "nccl":
-        return "trainer.lend_devices does not go with weight_sync.transport=nccl, which refuses two ranks on one GPU"
+        return "trainer.lend_devices does not go with weight_sync.way=nccl, which refuses two ranks on one GPU"
     if c.trainer.ranks < c.rollout.ranks:
         return (
             f"trainer.lend_devices: the devices of trainer.ranks={c.trainer.ranks} do not suffice for an engine of "
@@ -951,10 +952,12 @@ QUEUE_RULES = (journal, access, shards, sampling)
 
 def transport(c: RunConfig) -> str | None:
     transport = c.weight_sync.transport
+    if len(named := c.weight_sync.transports) > 1:
+        return f"weight_sync.way={','.join(named)} names {len(named)} ways for the same bytes; leave one of them"
     if transport in ("nearest", "nccl") and c.mode == "colocated":
-        return f"weight_sync.transport={transport} does not work with --mode colocated; use auto, ipc, gloo or disk"
+        return f"weight_sync.way={transport} does not work with --mode colocated; use auto, ipc, gloo or disk"
     if transport == "nccl" and c.model.device == "cpu":
-        return "weight_sync.transport=nccl needs GPUs, and model.device=cpu; use auto, gloo or disk"
+        return "weight_sync.way=nccl needs GPUs, and model.device=cpu; use auto, gloo or disk"
     return None
 
 
@@ -962,21 +965,23 @@ def options(c: RunConfig) -> str | None:
     """Refuse options that would have no effect or exclude each other."""
     sync = c.weight_sync
     if sync.folder and sync.transport != "disk":
-        return "weight_sync.folder is only used by weight_sync.transport=disk; set both, or leave it out"
+        return "weight_sync.folder is only used by weight_sync.way=disk; set both, or leave it out"
     if sync.adapters != "auto" and c.trainer.lora is None:
         return "weight_sync.adapters is for the adapters of trainer.lora; set both, or leave it out"
     if c.trainer.lora is not None and c.trainer.vision_learning_rate:
         return "trainer.lora trains adapters of the language model alone; leave trainer.vision_learning_rate out"
     if sync.adapters in ("load", "add") and sync.delta:
-        return "weight_sync.delta saves nothing with weight_sync.adapters, which change entirely; use one of them"
+        return "weight_sync.way=delta saves nothing with weight_sync.adapters, which change entirely; use one of them"
     if sync.adapters == "load" and (why := why_adapters_are_not_loaded(c)):
         return f"weight_sync.adapters=load: {why}; use add or merge"
     if sync.staged and c.mode == "colocated":
-        return "weight_sync.staged lets engines decode meanwhile, but with --mode colocated they sleep; leave it out"
+        return "weight_sync.way=staged has engines decode meanwhile, but with --mode colocated they sleep; leave it out"
     if sync.waves > c.rollout.engines:
-        return f"weight_sync.waves={sync.waves} needs at least as many engines; rollout.engines={c.rollout.engines}"
+        return f"weight_sync.way=waves needs two engines or more; rollout.engines={c.rollout.engines}"
     if sync.waves > 1 and c.mode == "colocated":
-        return "weight_sync.waves lets some engines keep decoding, but with --mode colocated all sleep; leave it out"
+        return (
+            "weight_sync.way=waves has some engines decode meanwhile, but with --mode colocated all sleep; leave it out"
+        )
     return None
 
 

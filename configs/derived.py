@@ -18,6 +18,7 @@ from rl_async.configs.schema.algorithm import advantage_needs
 from rl_async.configs.schema.data import ComputeType, DataConfig, DataSource, ModelConfig, WarmStartConfig
 from rl_async.configs.schema.rollout import NODES, McpServerConfig
 from rl_async.configs.schema.run import QueueConfig, RedisConfig, RunConfig
+from rl_async.configs.schema.trainer import Transport
 from rl_async.errors import ConfigError
 from rl_async.messages import Task
 from rl_async.userload import is_user_reference
@@ -165,17 +166,14 @@ def follows_json_schemas(config: RunConfig) -> bool:
     return all(able and (not package or find_spec(package) is not None) for able, package in packages)
 
 
-Transport = Literal["nearest", "gloo", "ipc", "disk", "nccl"]
-
-
 def resolve_transport(config: RunConfig) -> Transport:
     """Choose ``ipc`` (shared memory) if engines and trainer share devices, else ``nearest``; ``gloo`` if an engine
     lacks that.
 
     ``nccl`` is not chosen here; ``launcher.plan.machine.with_weight_way`` may choose it between machines.
     """
-    if config.weight_sync.transport != "auto":
-        return config.weight_sync.transport
+    if transports := config.weight_sync.transports:
+        return transports[0]
     wanted: Transport = "ipc" if config.mode == "colocated" else "nearest"
     return wanted if all(wanted in traits.transports for traits in engine_traits(config).values()) else "gloo"
 

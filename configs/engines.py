@@ -89,7 +89,7 @@ class EngineTraits:
         cpu_quantized_experts: Whether it quantises mixtures of experts on a CPU, too.
         transports: The transports that its weights may come by.
         meets_in_files: Whether it can join a group whose store is a file; otherwise the store has an address.
-        holds_weights: Whether it can keep a host copy of weights, for weight_sync.delta, .staged and .adapters=add.
+        holds_weights: Whether it can keep a host copy of weights, for staged, delta and weight_sync.adapters=add.
         loads_adapters: Whether weight_sync.adapters=auto lets it load LoRA adapters beside weights of its own.
         adapter_flags: Flags for that; the last one's value is the smallest of ``adapter_ranks`` that suffices.
         adapter_ranks: Ranks that it can be prepared for, ascending; empty if any.

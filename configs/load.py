@@ -209,6 +209,11 @@ def _forget_removed(values: dict[str, Any]) -> None:
     sync = _section_of(values, "weight_sync")
     if isinstance(added := sync.get("adapters"), bool):
         sync["adapters"] = "add" if added else "auto"
+    way = [sync.pop("transport")] if "transport" in sync else []
+    way += [option for option in ("staged", "delta") if sync.pop(option, False)]
+    way += ["waves"] if sync.pop("waves", 1) > 1 else []
+    if way:
+        sync["way"] = way if len(way) > 1 else way[0]
     trainer = _section_of(values, "trainer")
     if trainer.pop("compile", False):
         trainer["kernels"] = "compile"

@@ -369,7 +369,7 @@ def shm_line(free: int) -> Finding:
     what = f"/dev/shm: {free / 2**20:.0f} MiB free"
     if free >= 256 << 20:
         return Finding("ok", what)
-    return Finding("warning", what, "weights cross two buckets there (weight_sync.transport); docker run --shm-size=2g")
+    return Finding("warning", what, "weights cross two buckets there (weight_sync.way); docker run --shm-size=2g")
 
 
 def files_line(soft: int, hard: int) -> Finding:

@@ -158,8 +158,8 @@ def check_sharing(config: RunConfig, plan: Plan, without_folder: Sequence[str]) 
     """Raise UserError if the run needs a run folder that all nodes share, and some are ``without_folder``."""
     if without_folder and plan.transport == "disk" and not config.weight_sync.folder:
         raise UserError(
-            f"weight_sync.transport=disk: {', '.join(without_folder)} does not see the run folder, where weights are "
-            "written; set weight_sync.folder to a folder that all nodes share, or use weight_sync.transport=gloo"
+            f"weight_sync.way=disk: {', '.join(without_folder)} does not see the run folder, where weights are "
+            "written; set weight_sync.folder to a folder that all nodes share, or use weight_sync.way=gloo"
         )
 
 

@@ -75,11 +75,12 @@ class NoRoom(RlAsyncError):
 
 @dataclass(frozen=True)
 class Cluster:
-    """A Ray cluster, with the id and address of the launcher's node."""
+    """A Ray cluster, with the id and address of the launcher's node, and the memory of the smallest node in bytes."""
 
     node_id: str
     address: str
     gpus: int
+    host_bytes: int
 
     def measure(self, device: str, shape: tuple[int, int], threads: int) -> Measured:
         """Call ``ask_torch`` here about the processor, or on a node with a GPU. Raises UserError."""
@@ -124,6 +125,7 @@ def connected(address: str) -> Iterator[Cluster]:
             ray.get_runtime_context().get_node_id(),
             ray.util.get_node_ip_address(),
             int(ray.cluster_resources().get("GPU", 0)),
+            min(int(node["Resources"].get("memory", 0)) for node in ray.nodes() if node["Alive"]),
         )
     finally:
         ray.shutdown()

@@ -200,9 +200,9 @@ def as_settled(given: RunConfig, folder: Path) -> RunConfig:
     given = with_adapter_way(given, model_size(given))
     if record is not None and record.weights:
         kept, sync = load_resolved(folder / "config.yaml").weight_sync, given.weight_sync
-        transport = kept.transport if sync.transport == "auto" else sync.transport
+        way = kept.way if sync.way == "auto" else sync.way
         bucket = kept.bucket_bytes if sync.bucket_bytes is None else sync.bucket_bytes
-        sync = msgspec.structs.replace(sync, transport=transport, bucket_bytes=bucket)
+        sync = msgspec.structs.replace(sync, way=way, bucket_bytes=bucket)
         given = msgspec.structs.replace(given, weight_sync=sync)
     if given.model.dtype != "auto" or record is None or record.compute.by != "machine":
         return given

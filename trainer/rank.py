@@ -224,7 +224,7 @@ def _resolved_sync(run: Run) -> WeightSyncConfig:
     """Return section ``weight_sync`` with the transport and the folder filled in."""
     sync = run.config.weight_sync
     folder = Path(sync.folder) / run.config.name / "weights" if sync.folder else run.folder / "weights"
-    return msgspec.structs.replace(sync, transport=resolve_transport(run.config), folder=str(folder))
+    return msgspec.structs.replace(sync, way=(resolve_transport(run.config), *sync.options), folder=str(folder))
 
 
 def _publisher(run: Run, publisher: WeightCoordinator | IdleCoordinator, source: WeightSource) -> EnginePublisher:

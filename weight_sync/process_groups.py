@@ -76,7 +76,7 @@ def transfer_store(path: Path, timeout_s: float) -> dist.FileStore:
         why = "it does not exist" if isinstance(error, OSError) else str(error)
         raise WeightSyncError(
             f"the trainer's store {path} cannot be used here: {why}; an engine that sees other files than the trainer, "
-            "as one in a container does, needs weight_sync.transport=disk"
+            "as one in a container does, needs weight_sync.way=disk"
         ) from error
     store = dist.FileStore(str(path))
     store.set_timeout(timedelta(seconds=timeout_s))
@@ -464,7 +464,7 @@ def device_groups() -> Any:
     groups = None if device is None else getattr(dist, f"ProcessGroup{collectives_of(device.type).upper()}", None)
     if groups is None:
         raise WeightSyncError(
-            "weight_sync.transport=nccl needs accelerators, and a torch that has their collectives, in trainer and "
+            "weight_sync.way=nccl needs accelerators, and a torch that has their collectives, in trainer and "
             "engines; use gloo, ipc or disk"
         )
     return groups
@@ -474,9 +474,9 @@ def require_same_collectives(sender: str, engine: str) -> None:
     """Raise WeightSyncError if both versions of the collectives are known and differ."""
     if sender and engine and sender != engine:
         raise WeightSyncError(
-            f"weight_sync.transport=nccl: the trainer's collectives have version {sender} and this engine's {engine}, "
+            f"weight_sync.way=nccl: the trainer's collectives have version {sender} and this engine's {engine}, "
             "which refuse each other; install one torch for both (rollout.python), or choose "
-            "weight_sync.transport=ipc, gloo or disk"
+            "weight_sync.way=ipc, gloo or disk"
         )
 
 

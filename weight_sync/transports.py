@@ -2,7 +2,7 @@
 
 In: buckets, one after another, from ``wave``. Out: the same bytes on each engine, for ``receiver`` to verify. A
 transport is a ``Sender`` and a ``Receiver``; to add one, write both, add a line to ``TRANSPORTS``, its name to
-``protocol.TransportName`` and to the config's ``weight_sync.transport``. Those over a process group are in
+``protocol.TransportName`` and to the config's ``weight_sync.way``. Those over a process group are in
 ``process_groups.py``.
 
 ``nearest``, the default, chooses: shared memory if all of a group can open this process's, else gloo. Every engine
@@ -161,7 +161,7 @@ def exported(data: Tensor) -> DeviceMemory:
     except RuntimeError as error:
         raise WeightSyncError(
             f"cannot share memory of {data.device} with other processes: {error}; containers need --ipc=host for it; "
-            "otherwise choose weight_sync.transport=gloo or disk"
+            "otherwise choose weight_sync.way=gloo or disk"
         ) from error
     _, _, _, _, _, _, index, handle, nbytes, offset, _, counter, counter_offset, event, wait = arguments
     return DeviceMemory(
@@ -186,7 +186,7 @@ def opened(memory: DeviceMemory) -> Tensor:
     if found is None or memory.device not in names:
         raise WeightSyncError(
             f"the trainer's weights are on device {memory.device}, and this engine sees {names or 'none'}; "
-            "weight_sync.transport=ipc is for engines on the trainer's devices, use nccl, gloo or disk"
+            "weight_sync.way=ipc is for engines on the trainer's devices, use nccl, gloo or disk"
         )
     rebuild = getattr(reductions, f"rebuild_{found.type}_tensor")
     try:
@@ -378,7 +378,7 @@ def new_segment(nbytes: int) -> SharedMemory:
             segment.unlink()
         raise WeightSyncError(
             f"cannot allocate {nbytes} bytes of shared memory: {error}; make /dev/shm larger (docker run --shm-size), "
-            "lower weight_sync.bucket_bytes, or choose another weight_sync.transport"
+            "lower weight_sync.bucket_bytes, or choose another weight_sync.way"
         ) from error
     return segment
 

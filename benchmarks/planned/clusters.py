@@ -41,7 +41,7 @@ COMMON = (
     "rollout.max_tokens=14000",
     "trainer.max_tokens_per_microbatch=16384",
     "trainer.activation_checkpointing=true",
-    "weight_sync.transport=nccl",
+    "weight_sync.way=nccl",
     f"weight_sync.bucket_bytes={BUCKET}",
 )
 

@@ -21,7 +21,7 @@ from rl_async.weight_sync.sender import Outlet, OutletServer, RankShards, Remote
 
 HOST, TOKEN = "127.0.0.1", "benchmark"
 TIMEOUT_S = 120.0
-SYNC = WeightSyncConfig(transport="gloo", timeout_s=TIMEOUT_S)
+SYNC = WeightSyncConfig(way="gloo", timeout_s=TIMEOUT_S)
 WAYS: tuple[TransportName, ...] = ("nearest", "gloo")
 
 

@@ -84,7 +84,7 @@ NO_COUNTERPART = {
     "monitors": "give the run's name to `rl-async launch` as --name",
     "wandb": "give the run's name to `rl-async launch` as --name",
     "resume": "give --resume to `rl-async launch`",
-    "weight_broadcast": "weights travel by weight_sync.transport=auto",
+    "weight_broadcast": "weights travel by weight_sync.way=auto",
     "slurm": "see docs/how-to/clusters.md",
     "env_vars": "set variables before `rl-async launch`",
     "orchestrator": "not read",

@@ -76,7 +76,7 @@ NO_COUNTERPART = {
     **dict.fromkeys(("moe-token-dispatcher-type", "moe-enable-deepep", "decoder-last-pipeline-num-layers"), _MEGATRON),
     **dict.fromkeys(
         ("update-weight-mode", "update-weight-transport", "update-weight-disk-dir", "update-weight-disk-keep-files"),
-        "SGLang gets all weights, and over the network; with vLLM there are weight_sync.delta and transport=disk",
+        "SGLang gets all weights, and over the network; with vLLM there are weight_sync.way=[disk,delta]",
     ),
     **dict.fromkeys(
         ("update-weight-local-checkpoint-dir", "update-weight-delta-encoding", "update-weight-delta-checksum"),

@@ -1,7 +1,7 @@
 """Sections `trainer` and `weight_sync`: how the policy is trained and on how many ranks, and how engines get it."""
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from msgspec import Meta
 
@@ -180,27 +180,23 @@ class MismatchConfig(Config, frozen=True):
 
 # What a bucket holds on the host, where a larger one is no faster.
 SMALL_BUCKET = 64 << 20
+Transport = Literal["nearest", "gloo", "ipc", "disk", "nccl"]
+WayOption = Literal["staged", "delta", "waves"]
+Way = Literal["auto", Transport, WayOption]
 
 
 class WeightSyncConfig(Config, frozen=True):
-    transport: Annotated[
-        Literal["auto", "nearest", "gloo", "ipc", "nccl", "disk"],
+    way: Annotated[
+        Way | tuple[Way, ...],
         doc(
-            "auto: ipc when colocated or between GPUs of one machine, nccl between GPUs of a cluster, else nearest, or "
-            "gloo if an engine lacks these. nearest: shared memory if all engines are on the trainer's machine, else "
-            "gloo. disk: files in weight_sync.folder. nccl: GPU to GPU, never run yet."
+            "How weights travel. auto: as the launcher finds best and prints (docs/explanation/weights.md). Or one of "
+            "ipc, nearest (shared memory if all engines are on the trainer's machine, else gloo), gloo, disk "
+            "(files in weight_sync.folder), nccl (GPU to GPU, never run yet), and any of staged (engines decode while "
+            "they receive), delta (only what changed; both: engines keep a host copy), waves (engines in two groups, "
+            "one after the other)."
         ),
     ] = "auto"
     folder: Annotated[str, doc("disk: folder shared by trainer and engines; empty: weights/ in the run folder.")] = ""
-    delta: Annotated[
-        bool,
-        doc(
-            "Send only what changed; an engine that lacks the last version gets everything. Engines keep one host copy."
-        ),
-    ] = False
-    staged: Annotated[
-        bool, doc("Engines keep decoding while they receive and pause only to load. Engines keep one host copy.")
-    ] = False
     adapters: Annotated[
         Literal["auto", "load", "add", "merge"],
         doc(
@@ -209,9 +205,6 @@ class WeightSyncConfig(Config, frozen=True):
             "merged weights travel. auto: load where all engines can, else merge."
         ),
     ] = "auto"
-    waves: Annotated[
-        Positive, doc("Update engines in this many groups, one after another, so that the others keep decoding.")
-    ] = 1
     bucket_bytes: Annotated[
         Positive | None,
         doc(
@@ -225,6 +218,40 @@ class WeightSyncConfig(Config, frozen=True):
     ] = 240.0
     every: Annotated[Positive, doc("Publish every this many steps; at most max_staleness + 1.")] = 1
     mismatch: MismatchConfig = MismatchConfig()
+
+    @property
+    def transports(self) -> tuple[Transport, ...]:
+        """The transports that ``way`` names, at most one in a config that passed its checks; none: auto."""
+        return tuple(word for word in get_args(Transport) if word in self._words)
+
+    @property
+    def options(self) -> tuple[WayOption, ...]:
+        """The options that ``way`` names, in one order."""
+        return tuple(word for word in get_args(WayOption) if word in self._words)
+
+    @property
+    def transport(self) -> Transport | Literal["auto"]:
+        """The transport that ``way`` names, or auto."""
+        return self.transports[0] if self.transports else "auto"
+
+    @property
+    def staged(self) -> bool:
+        """Whether engines keep decoding while they receive, and pause only to load."""
+        return "staged" in self._words
+
+    @property
+    def delta(self) -> bool:
+        """Whether engines that hold the last version get only what changed."""
+        return "delta" in self._words
+
+    @property
+    def waves(self) -> int:
+        """How many groups of engines are updated one after another."""
+        return 2 if "waves" in self._words else 1
+
+    @property
+    def _words(self) -> tuple[Way, ...]:
+        return (self.way,) if isinstance(self.way, str) else self.way
 
     @property
     def bucket(self) -> int:

@@ -34,7 +34,7 @@ from rl_async.configs.derived import (
 from rl_async.configs.engines import ENGINES
 from rl_async.configs.schema.data import ComputeType
 from rl_async.configs.schema.run import RunConfig, TrackerName
-from rl_async.configs.schema.trainer import SMALL_BUCKET
+from rl_async.configs.schema.trainer import SMALL_BUCKET, WayOption
 from rl_async.errors import ConfigError, UserError
 from rl_async.files import DAMAGE, UNDECODABLE, replace_file
 from rl_async.installation import BESIDE_ENGINES, install_beside, version
@@ -100,7 +100,7 @@ class MachineRecord(msgspec.Struct, frozen=True):
     compute: Choice
     # Of rl-async, as at the last start; empty if it is unknown.
     commit: str = ""
-    # How weights travel, and why, if the machine decides it.
+    # How weights travel, unless the user decided it.
     weights: str = ""
 
     @property
@@ -403,37 +403,84 @@ def device_bucket(nbytes: int) -> int:
     return max(SMALL_BUCKET, min(LARGE_BUCKET, nbytes // 8))
 
 
-def with_weight_way(
-    config: RunConfig, machine: MachineRecord, size: ModelSize | None, gpus: int, *, one_host: bool
-) -> tuple[RunConfig, MachineRecord]:
-    """Return the config with the transport and the buckets of a run on ``gpus`` GPUs, and the record that tells them.
+# Bytes of a node's memory for one byte that the options of a way may add there: staged and delta are not worth a risk.
+SPARE_MEMORY = 8
+# The largest learning rate at which deltas of bfloat16 were measured: 0.084 of the bytes.
+DELTA_RATE = 1e-6
 
-    Keys that the user has set stay, and so does everything on CPUs. Only engines that run our receiver are meant: it
-    opens a trainer's memory, and compares versions of NCCL. Ranks that lend their devices keep the host's way, since
-    what they publish must not stay on a device. NCCL refuses two ranks on one GPU.
+
+def way_options(config: RunConfig, size: ModelSize | None, host_bytes: int) -> tuple[WayOption, ...]:
+    """Return the options with which weights travel between machines by TCP, where an engine may pause for seconds.
+
+    ``staged`` shortens the pause of engines that have requests meanwhile, and ``delta`` the transfer. Both need host
+    copies: of every engine, and for deltas two of the trainer, all within an eighth of ``host_bytes``, the memory of
+    the smallest machine (0: unknown). Deltas are gathered on one rank and go to each worker whole, so they are chosen
+    where neither costs anything; adapters are small already. ``waves`` is never chosen: every engine would pause as
+    long, and the publication takes twice.
+    """
+    rollout, trainer = config.rollout, config.trainer
+    if size is None or not all(traits.holds_weights for traits in engine_traits(config).values()):
+        return ()
+    weights = size.parameters * DTYPE_BYTES[compute_type(config.model)]
+    if adapter_way(config) != "merge" or (rollout.engines * rollout.ranks + 2) * weights * SPARE_MEMORY > host_bytes:
+        return ()
+    changes_little = compute_type(config.model) == "bfloat16" and trainer.learning_rate <= DELTA_RATE
+    wanted: dict[WayOption, bool] = {
+        "staged": config.queue.max_staleness > 0,
+        "delta": changes_little and trainer.lora is None and trainer.ranks == rollout.ranks == 1,
+    }
+    return tuple(option for option, chosen in wanted.items() if chosen)
+
+
+def with_weight_way(
+    config: RunConfig,
+    machine: MachineRecord,
+    size: ModelSize | None,
+    gpus: int,
+    *,
+    one_host: bool,
+    host_bytes: int = 0,
+) -> tuple[RunConfig, MachineRecord]:
+    """Return the config with the way and the buckets of a run on ``gpus`` GPUs, and the record that tells them.
+
+    Keys that the user has set stay. On GPUs only engines that run our receiver are meant: it opens a trainer's memory,
+    and compares versions of NCCL. Ranks that lend their devices keep the host's way, since what they publish must not
+    stay on a device. NCCL refuses two ranks on one GPU. ``way_options`` explains ``host_bytes``.
     """
     sync, devices = config.weight_sync, assign_devices(config, gpus)
     own = all({"ipc", "nccl"} <= {*traits.transports} for traits in engine_traits(config).values())
     # The nodes of an engine may be other machines.
     one_host = one_host and config.rollout.nodes == 1
-    if not devices.trainers or not all(devices.engines) or not own or config.trainer.lend_devices:
-        return config, machine
-    transport = resolve_transport(config)
-    if sync.transport == "auto" and config.mode != "colocated":
+    on_gpus = own and bool(devices.trainers) and all(devices.engines) and not config.trainer.lend_devices
+    transport, options = resolve_transport(config), sync.options
+    if on_gpus and sync.transport == "auto" and config.mode != "colocated":
         used = [*devices.trainers, *(gpu for of_engine in devices.engines for gpu in of_engine)]
         if one_host and accelerator_here().handles:
             transport = "ipc"
         elif not one_host and len(used) == len(set(used)):
             transport = "nccl"
+    by_tcp = not one_host and transport in ("nearest", "gloo")
+    if sync.way == "auto" and by_tcp and config.mode != "colocated" and not config.trainer.lend_devices:
+        options = way_options(config, size, host_bytes)
     bucket = sync.bucket_bytes
-    if bucket is None and size is not None and transport in ("ipc", "nccl"):
-        weights = size.parameters * DTYPE_BYTES[compute_type(config.model)]
-        bucket = device_bucket(weights)
-    if (transport, bucket) == (resolve_transport(config), sync.bucket_bytes):
+    if on_gpus and bucket is None and size is not None and transport in ("ipc", "nccl"):
+        bucket = device_bucket(size.parameters * DTYPE_BYTES[compute_type(config.model)])
+    chosen = transport != resolve_transport(config) or options != sync.options
+    settled = msgspec.structs.replace(sync, bucket_bytes=bucket)
+    if chosen or (sync.way == "auto" and bucket != sync.bucket_bytes):
+        settled = msgspec.structs.replace(settled, way=(transport, *options) if options else transport)
+    if sync.way != "auto" and settled == sync:
         return config, machine
-    settled = msgspec.structs.replace(sync, transport=transport, bucket_bytes=bucket)
-    where = "between machines" if transport == "nccl" else "from memory of the trainer's GPUs"
-    line = f"weights: {transport}, {where}, {settled.bucket >> 20} MiB at a time; weight_sync.transport overrides it"
+    if transport == "nccl":
+        where = "from GPU to GPU, between machines"
+    elif on_gpus and transport == "ipc":
+        where = "from memory of the trainer's GPUs"
+    elif transport == "disk":
+        where = "by files"
+    else:
+        where = "by TCP, between machines" if by_tcp else "by TCP" if transport == "gloo" else "by shared memory"
+    added = "".join(f", {option}" for option in options)
+    line = f"weights: {transport}{added}, {where}, {settled.bucket >> 20} MiB at a time; weight_sync.way overrides it"
     return msgspec.structs.replace(config, weight_sync=settled), msgspec.structs.replace(machine, weights=line)
 
 
@@ -473,8 +520,8 @@ def check_opened(config: RunConfig, gpus: int) -> None:
     devices = assign_devices(config, gpus)
     if any(engine_place(config, i, devices.engine(i), devices.trainers).opens for i in range(engines(config))):
         raise UserError(
-            "weight_sync.transport=ipc takes weights from the memory of all trainer ranks' GPUs, and Ray shows engines "
-            "only their own; set weight_sync.transport=disk, or start without Ray"
+            "weight_sync.way=ipc takes weights from the memory of all trainer ranks' GPUs, and Ray shows engines "
+            "only their own; set weight_sync.way=disk, or start without Ray"
         )
 
 

@@ -210,7 +210,9 @@ def launch_on_ray(
 
     with held(config, folder, unnamed=unnamed, resume=resume) as (config, folder), connected(address) as cluster:
         config, machine = settle_here(cluster.at_home(config), folder, cluster.gpus, cluster.measure)
-        config, machine = with_weight_way(config, machine, model_size(config), cluster.gpus, one_host=False)
+        config, machine = with_weight_way(
+            config, machine, model_size(config), cluster.gpus, one_host=False, host_bytes=cluster.host_bytes
+        )
         planned = plan_here(config, folder, resume=resume, gpus=cluster.gpus)
         _make_folder(config, folder, planned)
         note_sources(folder, fetched or {})

@@ -249,8 +249,8 @@ TRAINER_REMEDY: Mapping[Part, str] = {
     "activations": "lower trainer.max_tokens_per_microbatch, or set trainer.activation_checkpointing",
     "batch": "lower data.train_batch_groups or rollout.max_model_len",
     "bucket": "lower weight_sync.bucket_bytes",
-    "published": "set model.dtype=bfloat16; on a GPU also set weight_sync.transport=disk, which has it on the host, "
-    "or raise trainer.ranks, over which it is divided without weight_sync.delta, weight_sync.adapters=add and SGLang",
+    "published": "set model.dtype=bfloat16; on a GPU also set weight_sync.way=disk, which has it on the host, "
+    "or raise trainer.ranks, over which it is divided without delta, weight_sync.adapters=add and SGLang",
 }
 ENGINE_REMEDY: Mapping[Part, str] = {
     "runtime": "use fewer rollout.engines on this device",
@@ -258,7 +258,7 @@ ENGINE_REMEDY: Mapping[Part, str] = {
     "activations": "lower rollout.max_batch_size",
     "KV cache": "lower rollout.cache_bytes, rollout.max_batch_size or rollout.max_model_len",
     "bucket": "lower weight_sync.bucket_bytes",
-    "published": "leave out weight_sync.delta, weight_sync.staged and weight_sync.adapters=add",
+    "published": "leave out weight_sync.adapters=add, and delta and staged of weight_sync.way",
 }
 
 

@@ -344,7 +344,7 @@ class SglangEngine:
         """Join a weight-transfer group; first leave the earlier one, and one of this name left by another trainer."""
         if self._adapters:
             if init.backend == "nccl":
-                raise EngineRejected("SGLang's server receives adapters on the host; use weight_sync.transport=gloo")
+                raise EngineRejected("SGLang's server receives adapters on the host; use weight_sync.way=gloo")
             await self._http.call("POST", "/init_weight_transfer_engine", InitTransferBody(init))
             return
         if init.backend not in BACKENDS:
@@ -371,7 +371,7 @@ class SglangEngine:
         Raises EngineRejected for ``staged``, since SGLang loads buckets as they arrive.
         """
         if staged:
-            raise EngineRejected("SGLang cannot stage weights; weight_sync.staged needs another kind of engine")
+            raise EngineRejected("SGLang cannot stage weights; weight_sync.way=staged needs another kind of engine")
         if self._adapters:
             await self._http.call("POST", "/start_weight_update")
             return
@@ -398,7 +398,7 @@ class SglangEngine:
                 "SGLang loads whole parameters only: the largest must fit into weight_sync.bucket_bytes"
             )
         if info.kind == "delta" or info.hold != "no":
-            raise EngineRejected("SGLang keeps no copy of its weights; weight_sync.delta needs another kind of engine")
+            raise EngineRejected("SGLang keeps no copy of its weights for weight_sync.way=delta; use another engine")
         body = BucketBody(names=info.names, dtypes=info.dtype_names, shapes=info.shapes, group_name=self._group)
         await self._control("/update_weights_from_distributed", body)
 

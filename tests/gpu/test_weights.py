@@ -156,7 +156,7 @@ def test_engines_read_buckets_from_memory_of_the_device(offloaded: bool) -> None
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_rank_sends_its_shards_from_the_device(ranks: int, kept: str) -> None:
     """Two versions of float32, which travel in bfloat16. What is kept on the device gives its memory back."""
-    sync = WeightSyncConfig(transport="ipc", bucket_bytes=BUCKET, timeout_s=30)
+    sync = WeightSyncConfig(way="ipc", bucket_bytes=BUCKET, timeout_s=30)
     named = {name: torch.full(spec.shape, 1.0, device=DEVICE) for name, spec in SPECS.items()}
     with engine() as process, TrainerRanks(named, ranks, sync, fsdp2(SPECS, ranks), DEVICE) as trainer:
         weights = trainer.weights(named)

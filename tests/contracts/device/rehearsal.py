@@ -176,7 +176,7 @@ def turn(there: Fsdp2Backend, *faults: dict[str, Exception]) -> dict[str, Any]:
     empty = reserved()
     there.wake()
     HandedOver.buckets.clear()
-    sync = WeightSyncConfig(transport="nccl", bucket_bytes=BUCKET)
+    sync = WeightSyncConfig(way="nccl", bucket_bytes=BUCKET)
     outlet = Outlet(0, sync, "127.0.0.1", 60.0, there.device)
     shards = RankShards(outlet, {})
     one, other = Measuring(empty), Measuring(empty)
@@ -456,7 +456,7 @@ def same(found: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
 
 def sending(there: Fsdp2Backend) -> Told:
     """Shards that their rank sends from the device, to a worker that takes everything and two that take halves."""
-    sync = WeightSyncConfig(transport="nccl", bucket_bytes=REHEARSAL_BUCKET)
+    sync = WeightSyncConfig(way="nccl", bucket_bytes=REHEARSAL_BUCKET)
     outlet = Outlet(0, sync, "127.0.0.1", 60.0, there.device)
     shards = RankShards(outlet, {})
     held = there.sharded_weights()
@@ -506,7 +506,7 @@ def over_the_host() -> Told:
     """Shards in float32 that travel in bfloat16 by a transport which is on the host."""
     masters = {"a": torch.randn(64, 8, device=DEVICE), "b": torch.randn(33, device=DEVICE)}
     layout = fsdp2({name: TensorSpec(tuple(t.shape), "bfloat16") for name, t in masters.items()}, 1)
-    outlet = Outlet(0, WeightSyncConfig(transport="ipc", bucket_bytes=1 << 20), "127.0.0.1", 60.0, "cpu")
+    outlet = Outlet(0, WeightSyncConfig(way="ipc", bucket_bytes=1 << 20), "127.0.0.1", 60.0, "cpu")
     shards = RankShards(outlet, {})
     moved.clear()
     outlet.offer(shards_of(layout, 0, masters))

@@ -273,9 +273,7 @@ def publish(
     """One publication by the trainer's coordinator, from the shards of so many ranks; the bytes that it sent."""
     directory = Directory()
     directory.add(EngineRecord(engine_id="e", url=peer.url, kind=peer.kind))
-    sync = WeightSyncConfig(
-        transport=transport, folder=str(folder / "weights"), timeout_s=100, bucket_bytes=BUCKET_BYTES
-    )
+    sync = WeightSyncConfig(way=transport, folder=str(folder / "weights"), timeout_s=100, bucket_bytes=BUCKET_BYTES)
     with (
         TrainerRanks(named, ranks, sync) as trainer,
         WeightCoordinator(directory.open, lambda _: peer.client(), sync) as coordinator,

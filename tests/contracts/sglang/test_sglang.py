@@ -596,7 +596,7 @@ def expected(value: float) -> dict[str, str]:
 
 
 def coordinator(directory: Directory) -> WeightCoordinator:
-    sync = WeightSyncConfig(transport="gloo", timeout_s=30)
+    sync = WeightSyncConfig(way="gloo", timeout_s=30)
     return WeightCoordinator(directory.open, lambda record: connect(record.kind, record.url), sync)
 
 

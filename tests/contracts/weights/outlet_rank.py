@@ -29,7 +29,7 @@ FAULTS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 def sync_of(transport: str, folder: str, timeout_s: float) -> WeightSyncConfig:
     return WeightSyncConfig(  # type: ignore[arg-type]
-        transport=transport, folder=folder, bucket_bytes=BUCKET_BYTES, timeout_s=timeout_s
+        way=transport, folder=folder, bucket_bytes=BUCKET_BYTES, timeout_s=timeout_s
     )
 
 

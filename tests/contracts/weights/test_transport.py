@@ -135,7 +135,7 @@ def test_two_engines_get_two_versions(
     """``near``: they meet in a file."""
     directory, records = Directory(), start(a="", b="")
     directory.add(*records)
-    sync = WeightSyncConfig(transport=transport, timeout_s=30, folder=str(tmp_path / "weights"))
+    sync = WeightSyncConfig(way=transport, timeout_s=30, folder=str(tmp_path / "weights"))
     stores = tmp_path if near else None
     with WeightCoordinator(directory.open, connect, sync, stores=stores) as coordinator:
         for step in (0, 1):
@@ -153,7 +153,9 @@ def test_after_their_base_adapters_travel_alone(transport: TransportName, start:
     directory, records = Directory(), start(a="", b="")
     directory.add(*records)
     sync = WeightSyncConfig(
-        transport=transport, timeout_s=30, folder=str(tmp_path / "weights"), staged=transport == "gloo"
+        way=(transport, "staged") if transport == "gloo" else transport,
+        timeout_s=30,
+        folder=str(tmp_path / "weights"),
     )
     base = make_buckets([("layer.weight", torch.zeros(96, 16, dtype=torch.bfloat16))], 2048)
     with WeightCoordinator(directory.open, connect, sync) as coordinator:
@@ -175,7 +177,7 @@ def test_an_engine_killed_in_the_middle_is_named_and_replaced_and_the_others_go_
     directory = Directory()
     *good, replacement, _ = records = start(a="", b="", new="", dying="--fault kill --at 5")
     directory.add(*good, records[-1])
-    sync = WeightSyncConfig(transport=transport, timeout_s=30, folder=str(tmp_path / "weights"))
+    sync = WeightSyncConfig(way=transport, timeout_s=30, folder=str(tmp_path / "weights"))
     with WeightCoordinator(directory.open, connect, sync, stores=tmp_path) as coordinator:
         assert coordinator.publish(Version(0, 0), buckets(0)).engines == ["a", "b", "dying"]
         report = coordinator.publish(Version(0, 1), buckets(10))
@@ -200,7 +202,7 @@ def test_an_engine_killed_in_the_middle_is_named_and_replaced_and_the_others_go_
 def test_an_engine_that_hangs_is_cut_off_at_the_deadline(start: Start) -> None:
     directory, records = Directory(), start(a="", hanging="--fault stop --at 2")
     directory.add(*records)
-    with WeightCoordinator(directory.open, connect, WeightSyncConfig(transport="ipc", timeout_s=2)) as coordinator:
+    with WeightCoordinator(directory.open, connect, WeightSyncConfig(way="ipc", timeout_s=2)) as coordinator:
         report = coordinator.publish(Version(0, 0), buckets(0))
     assert report.engines == ["a"]
     (why,) = report.failures

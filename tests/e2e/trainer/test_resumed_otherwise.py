@@ -87,12 +87,12 @@ def test_each_setting_that_may_change_is_followed_from_the_next_step_on(workplac
     )
     assert trained["loss/grad_norm"] > 0 and trained["rollout/response_tokens_mean"] <= 8
     sent = resumed(
-        *("weight_sync.transport=disk", "weight_sync.delta=true", "weight_sync.bucket_bytes=65536"),
+        *("weight_sync.way=[disk,delta]", "weight_sync.bucket_bytes=65536"),
         *("rollout.engines=2", "rollout.max_batch_size=64", "rollout.request_timeout_s=50", "queue.shards=1"),
     )
     assert at(sent, sync__engines=2.0, sync__failures=0.0)
     last = resumed(
-        *("model.dtype=float32", "weight_sync.transport=auto", "weight_sync.delta=false", "rollout.engines=1"),
+        *("model.dtype=float32", "weight_sync.way=auto", "rollout.engines=1"),
         *("eval.every=1", "eval.tasks=2", "queue.shards=0", "queue.journal=memory"),
         mode=("--mode", "colocated"),
     )

@@ -273,7 +273,7 @@ def test_a_run_folder_of_an_earlier_version_is_read(tmp_path: Path) -> None:
             section = section.setdefault(name, {})
         section[leaf] = value
     values["algorithm"]["loss_options"] |= {"m2po": 0.1}
-    values["weight_sync"]["adapters"] = False
+    values["weight_sync"] |= {"adapters": False, "transport": "auto", "staged": False, "delta": False, "waves": 1}
     values["trainer"]["compile"] = False
     path.write_text(yaml.safe_dump(values))
     assert load_resolved(path) == config
@@ -281,6 +281,10 @@ def test_a_run_folder_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     kept.parent.mkdir()
     kept.write_text(yaml.safe_dump(values | {"name": "kept"}))
     assert load_config(str(kept)) == msgspec.structs.replace(config, name="kept")
+    ways = {"transport": "disk", "staged": True, "delta": True, "waves": 3}
+    several = {"weight_sync": values["weight_sync"] | ways, "rollout": values["rollout"] | {"engines": 2}}
+    path.write_text(yaml.safe_dump(values | several))
+    assert load_resolved(path).weight_sync.way == ("disk", "staged", "delta", "waves")
     path.write_text(yaml.safe_dump(values | {"trainer": values["trainer"] | {"compile": True}}))
     assert load_resolved(path).trainer == msgspec.structs.replace(config.trainer, kernels="compile")
     with pytest.raises(ConfigError, match=r"trainer\.attention"):
@@ -296,7 +300,7 @@ MOST_KEYS, MOST_SHOWN = 160, 180
 RELIED_ON = """
     model.path data.path data.train_batch_groups rollout.engine rollout.group_size rollout.engines
     queue.max_staleness queue.journal trainer.backend trainer.learning_rate trainer.steps trainer.tensor_parallel
-    algorithm.advantage algorithm.loss algorithm.correction weight_sync.transport tracking.backends seed
+    algorithm.advantage algorithm.loss algorithm.correction weight_sync.way tracking.backends seed
 """
 
 

@@ -297,11 +297,11 @@ def test_engines_that_take_weights_from_shared_memory_are_with_their_trainer() -
 
 
 def test_weights_through_files_need_a_folder_that_all_see() -> None:
-    config = float32_config("calculator", ["weight_sync.transport=disk"])
-    with pytest.raises(UserError, match=r"weight_sync.transport=disk: 10.0.0.2"):
+    config = float32_config("calculator", ["weight_sync.way=disk"])
+    with pytest.raises(UserError, match=r"weight_sync.way=disk: 10.0.0.2"):
         check_sharing(config, plan(config, RUN), ["10.0.0.2"])
     check_sharing(config, plan(config, RUN), [])
-    shared = float32_config("calculator", ["weight_sync.transport=disk", "weight_sync.folder=/mnt/w"])
+    shared = float32_config("calculator", ["weight_sync.way=disk", "weight_sync.folder=/mnt/w"])
     check_sharing(shared, plan(shared, RUN), ["10.0.0.2"])
     needed = plan(shared, RUN)
     assert ("weight_sync.folder", "/mnt/w") in folders_of(shared, needed, needed.engines[0])

@@ -205,7 +205,8 @@ def make_fleet(
     note: NoteStage = lambda engine, version, stage: None,
     shares: Callable[[EngineRecord], bool] = lambda record: True,
 ) -> Fleet:
-    sync = msgspec.structs.replace(sync or WeightSyncConfig(), transport=transport, timeout_s=timeout_s)
+    sync = sync or WeightSyncConfig()
+    sync = msgspec.structs.replace(sync, way=(transport, *sync.options), timeout_s=timeout_s)
     return Fleet(directory, directory.connect, sync, engine_wait_s, note=note, shares=shares)
 
 

@@ -667,9 +667,9 @@ def test_a_damaged_file_is_refused(written: tuple[InitInfo, UpdateInfo]) -> None
 
 def test_nccl_without_a_gpu_says_what_to_use_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(WeightSyncError, match=r"weight_sync\.transport=nccl"):
+    with pytest.raises(WeightSyncError, match=r"weight_sync\.way=nccl"):
         NcclSender((1,), "none", 1.0)
-    with pytest.raises(WeightSyncError, match=r"weight_sync\.transport=nccl"):
+    with pytest.raises(WeightSyncError, match=r"weight_sync\.way=nccl"):
         WeightReceiver(lambda _: None).init(InitInfo(backend="nccl"))
 
 

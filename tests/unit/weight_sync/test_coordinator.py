@@ -246,7 +246,7 @@ class Slow(Engine):
 async def test_a_slow_engine_alone_is_cut_off_at_the_deadline_of_the_update(delta: bool) -> None:
     engines = {name: Engine() for name in "abc"}
     directory = Directory(**engines)
-    sync = WeightSyncConfig(delta=delta, sync_timeout_s=2.0)
+    sync = WeightSyncConfig(way="delta" if delta else "auto", sync_timeout_s=2.0)
     fleet = make_fleet(directory, sync=sync)
     await fleet.publish(V0, sparse(1))
     directory.add("slow", Slow())
@@ -463,7 +463,7 @@ async def test_only_a_request_without_any_answer_is_owed() -> None:
 
 @pytest.mark.parametrize(
     ("hold", "sync"),
-    [("no", WeightSyncConfig()), ("keep", WeightSyncConfig(delta=True)), ("stage", WeightSyncConfig(staged=True))],
+    [("no", WeightSyncConfig()), ("keep", WeightSyncConfig(way="delta")), ("stage", WeightSyncConfig(way="staged"))],
 )
 @pytest.mark.usefixtures("simulated_time")
 async def test_shards_are_begun_with_their_version_and_leave_the_devices_while_no_engine_is_there(
@@ -656,7 +656,7 @@ async def test_a_replaced_trainer_stops_bringing_engines_up_to_date() -> None:
     await fleet.close()
 
 
-DELTA = WeightSyncConfig(delta=True)
+DELTA = WeightSyncConfig(way="delta")
 
 
 async def test_an_engine_that_holds_the_last_version_gets_deltas_and_a_late_one_everything() -> None:
@@ -679,7 +679,7 @@ async def test_an_engine_that_holds_the_last_version_gets_deltas_and_a_late_one_
 
 async def test_a_report_has_the_bytes_of_the_engine_that_got_most() -> None:
     forgetful, engine = Engine(), Engine()
-    fleet = make_fleet(Directory(a=forgetful, b=engine), sync=WeightSyncConfig(delta=True, waves=2))
+    fleet = make_fleet(Directory(a=forgetful, b=engine), sync=WeightSyncConfig(way=("delta", "waves")))
     await fleet.publish(V0, sparse(1))
     # It still says that it serves 0.0, and gets everything, before the other gets deltas.
     forgetful.forget()
@@ -795,7 +795,7 @@ async def test_an_engine_that_slept_adds_adapters_to_the_base_that_it_kept() -> 
 @pytest.mark.parametrize("delta", [False, True])
 async def test_staged_engines_are_paused_only_to_load(delta: bool) -> None:
     engine = Engine()
-    fleet = make_fleet(Directory(a=engine), sync=WeightSyncConfig(staged=True, delta=delta))
+    fleet = make_fleet(Directory(a=engine), sync=WeightSyncConfig(way=("staged", "delta") if delta else "staged"))
     for step in (1, 2):
         engine.calls.clear()
         await fleet.publish(Version(0, step), sparse(step))
@@ -806,7 +806,7 @@ async def test_staged_engines_are_paused_only_to_load(delta: bool) -> None:
 
 async def test_nothing_is_loaded_of_a_staged_update_that_fails() -> None:
     engine, damaged = Engine(), sparse(2)
-    fleet = make_fleet(Directory(a=engine), sync=WeightSyncConfig(staged=True))
+    fleet = make_fleet(Directory(a=engine), sync=WeightSyncConfig(way="staged"))
     await fleet.publish(V0, sparse(1))
     damaged[1].data[0] ^= 1
     with pytest.raises(WeightSyncError, match="bucket 2/2"):
@@ -825,7 +825,7 @@ async def test_waves_leave_some_engines_decoding_and_publish_at_the_end() -> Non
 
     engines = {name: Logged() for name in "abc"}
     directory = Directory(**engines)
-    fleet = make_fleet(directory, sync=WeightSyncConfig(waves=2))
+    fleet = make_fleet(directory, sync=WeightSyncConfig(way="waves"))
     for version in (V0, V1):
         log.clear()
         assert sorted((await fleet.publish(version, buckets())).engines) == ["a", "b", "c"]
@@ -844,7 +844,7 @@ async def test_the_deadline_of_the_whole_update_names_engine_phase_and_bucket() 
             await super().update(info)
 
     directory = Directory(a=Engine(), b=Slow())
-    sync = WeightSyncConfig(waves=2, sync_timeout_s=1.0)
+    sync = WeightSyncConfig(way="waves", sync_timeout_s=1.0)
     report = await make_fleet(directory, sync=sync).publish(V0, buckets())
     assert report.engines == ["a"]
     (why,) = report.failures
@@ -852,7 +852,7 @@ async def test_the_deadline_of_the_whole_update_names_engine_phase_and_bucket() 
     assert directory.removed == {"b": why}
 
 
-SYNC = WeightSyncConfig(transport="ipc", timeout_s=1.0)
+SYNC = WeightSyncConfig(way="ipc", timeout_s=1.0)
 
 
 class IdleDirectory:
@@ -932,7 +932,7 @@ def test_an_engine_under_way_gets_all_weights_if_the_run_is_over_and_holds_up_no
             self.add("late", late)
 
     directory, late = WithLateOne(first=Engine()), Slow()
-    sync = WeightSyncConfig(transport="ipc", timeout_s=60)
+    sync = WeightSyncConfig(way="ipc", timeout_s=60)
     with suppress(ZeroDivisionError), WeightCoordinator(directory.open, directory.connect, sync) as coordinator:
         coordinator.publish(Version(0, 1), buckets())
         assert begun.wait(30)

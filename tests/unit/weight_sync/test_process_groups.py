@@ -216,7 +216,7 @@ def test_a_group_on_one_machine_meets_in_a_file_of_the_user(private: Path) -> No
     receiver.close()
     sender.close()
     assert not list(private.iterdir())
-    with pytest.raises(WeightSyncError, match=r"weight_sync\.transport"):
+    with pytest.raises(WeightSyncError, match=r"weight_sync\.way"):
         GlooReceiver(info)
 
 
@@ -250,13 +250,13 @@ def test_groups_are_of_the_collectives_of_this_accelerator(
     monkeypatch.setattr(dist, name, groups, raising=False)
     assert device_groups() is groups
     monkeypatch.delattr(dist, name)
-    with pytest.raises(WeightSyncError, match=r"weight_sync\.transport=nccl"):
+    with pytest.raises(WeightSyncError, match=r"weight_sync\.way=nccl"):
         device_groups()
 
 
 @pytest.mark.parametrize(("sender", "engine"), [("2.27.5", "2.28.3"), ("2.27.5", "2.27.7")])
 def test_different_versions_of_nccl_are_named_before_a_group_hangs(sender: str, engine: str) -> None:
-    with pytest.raises(WeightSyncError, match=rf"version {sender} .* {engine}.*weight_sync\.transport"):
+    with pytest.raises(WeightSyncError, match=rf"version {sender} .* {engine}.*weight_sync\.way"):
         require_same_collectives(sender, engine)
     for same in ((sender, sender), ("", engine), (sender, "")):
         require_same_collectives(*same)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_async.concurrency import in_daemon_thread
-from rl_async.configs.schema.trainer import WeightSyncConfig
+from rl_async.configs.schema.trainer import WayOption, WeightSyncConfig
 from rl_async.errors import EngineLost, RanksLost, WeightSyncError
 from rl_async.messages import Version
 from rl_async.weight_sync import transports
@@ -111,7 +111,7 @@ def received(
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("bucket_bytes", [16, 70, 1 << 20])
 def test_workers_get_their_boxes_in_place_and_nothing_else(layout: str, bucket_bytes: int, hold: Hold) -> None:
-    sync = WeightSyncConfig(transport="ipc", bucket_bytes=bucket_bytes, timeout_s=30)
+    sync = WeightSyncConfig(way="ipc", bucket_bytes=bucket_bytes, timeout_s=30)
     first = tensors(torch.bfloat16)
     made = LAYOUTS[layout](specs_of(first))
     with TrainerRanks(first, max(made.ranks) + 1, sync, made) as ranks:
@@ -162,7 +162,7 @@ def test_tensor_parallel_slices_are_as_few_bytes_as_the_minimal_plan(tp: int, ra
     trainer = Layout(named, {name: (Shard(tp, whole(spec.shape)),) for name, spec in named.items()})
     minimal = figures(plan(trainer, wanted, 1 << 20)).minimal
     weights = {name: torch.randn(spec.shape).to(torch.bfloat16) for name, spec in named.items()}
-    with TrainerRanks(weights, ranks, WeightSyncConfig(transport="ipc", bucket_bytes=1 << 16)) as trainers:
+    with TrainerRanks(weights, ranks, WeightSyncConfig(way="ipc", bucket_bytes=1 << 16)) as trainers:
         _, _, sent = received(trainers, V1, weights, needs, "no")
     assert minimal <= sent <= 1.05 * minimal < tp * sum(tensor.nbytes for tensor in weights.values())
 
@@ -170,7 +170,7 @@ def test_tensor_parallel_slices_are_as_few_bytes_as_the_minimal_plan(tp: int, ra
 @pytest.mark.parametrize("box", [((0, 7), (0, 4)), ((3, 3), (0, 4)), ((0, 3),), ((0, 3), (0, 4))])
 def test_boxes_that_do_not_fit_their_tensor_are_refused(box: tuple[tuple[int, int], ...]) -> None:
     named = tensors()
-    with TrainerRanks(named, 1, WeightSyncConfig(transport="ipc", bucket_bytes=1 << 20)) as ranks:
+    with TrainerRanks(named, 1, WeightSyncConfig(way="ipc", bucket_bytes=1 << 20)) as ranks:
         _, infos, _ = received(ranks, V1, named, [NEEDS[1]], "no")
     info = infos[0][0]
     data = torch.zeros(sum(4 * numel for numel in info.numels), dtype=torch.uint8)
@@ -183,7 +183,7 @@ def test_boxes_that_do_not_fit_their_tensor_are_refused(box: tuple[tuple[int, in
 
 def test_more_elements_than_travel_are_refused() -> None:
     named = tensors()
-    with TrainerRanks(named, 1, WeightSyncConfig(transport="ipc", bucket_bytes=1 << 20)) as ranks:
+    with TrainerRanks(named, 1, WeightSyncConfig(way="ipc", bucket_bytes=1 << 20)) as ranks:
         _, infos, _ = received(ranks, V1, named, [NEEDS[1]], "no")
     info = infos[0][0]
     data = torch.zeros(sum(4 * numel for numel in info.numels), dtype=torch.uint8)
@@ -195,9 +195,11 @@ HALVES = [[[[(0, 2)]], [[(0, 4)]]], [[[(2, 4)]], []]]  # of a and b, for two wor
 TRANSPORTS: list[TransportName] = ["nearest", "ipc", "gloo", "disk"]
 
 
-def sync_of(transport: TransportName, folder: Path, **options: float) -> WeightSyncConfig:
+def sync_of(
+    transport: TransportName, folder: Path, added: Sequence[WayOption] = (), **options: float
+) -> WeightSyncConfig:
     return WeightSyncConfig(
-        transport=transport, folder=str(folder / "weights"), bucket_bytes=16, timeout_s=30, **options
+        way=(transport, *added), folder=str(folder / "weights"), bucket_bytes=16, timeout_s=30, **options
     )
 
 
@@ -213,7 +215,7 @@ async def test_workers_get_only_the_slices_that_they_need(
     transport: TransportName, ranks: int, staged: bool, tmp_path: Path
 ) -> None:
     engines = {"x": Engine(workers=2, needs=HALVES), "y": Engine(workers=2, needs=HALVES), "one": Engine()}
-    sync = sync_of(transport, tmp_path, staged=staged)
+    sync = sync_of(transport, tmp_path, ["staged"] if staged else [])
     fleet = make_fleet(directory := Directory(**engines), transport, timeout_s=30, sync=sync)
     with TrainerRanks(named(0), ranks, sync) as trainer:
         for step in (1, 2):
@@ -427,7 +429,7 @@ async def test_a_rank_copies_round_after_round_without_waiting_for_an_engine() -
             copied.append(key[0])
             return super().__getitem__(key)
 
-    outlet = Outlet(0, WeightSyncConfig(transport="ipc", bucket_bytes=16), HOST, 5)
+    outlet = Outlet(0, WeightSyncConfig(way="ipc", bucket_bytes=16), HOST, 5)
     weights = shards_of(fsdp2(specs_of(named(1)), 2), 0, named(1))
     outlet.offer(weights._replace(held=Watched(weights.held)))
     assert not copied
@@ -451,7 +453,7 @@ def test_ranks_begin_with_different_workers(monkeypatch: pytest.MonkeyPatch) -> 
     ours = transports.TRANSPORTS["ipc"]._replace(sender=Noting)
     monkeypatch.setitem(transports.TRANSPORTS, "ipc", ours)
     whole_tensors = tensors()
-    with TrainerRanks(whole_tensors, 3, WeightSyncConfig(transport="ipc", bucket_bytes=1 << 16)) as ranks:
+    with TrainerRanks(whole_tensors, 3, WeightSyncConfig(way="ipc", bucket_bytes=1 << 16)) as ranks:
         weights = ranks.weights(whole_tensors)
         weights.begin(V1, "no")
         shipment = weights.shipment(1, [None] * 3)
@@ -464,7 +466,7 @@ def test_ranks_begin_with_different_workers(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_rank_that_is_behind_is_named() -> None:
-    sync = WeightSyncConfig(transport="ipc", timeout_s=0.05)
+    sync = WeightSyncConfig(way="ipc", timeout_s=0.05)
     with TrainerRanks(named(0), 2, sync) as trainer:
         weights = trainer.weights(named(1))
         trainer.outlets[0].offer(shards_of(trainer.layout, 0, named(2)))
@@ -473,7 +475,7 @@ def test_a_rank_that_is_behind_is_named() -> None:
 
 
 def test_strangers_direct_nothing() -> None:
-    outlet = Outlet(1, WeightSyncConfig(transport="ipc"), HOST, 1)
+    outlet = Outlet(1, WeightSyncConfig(way="ipc"), HOST, 1)
     server = OutletServer(outlet, HOST, "the token")
     try:
         stranger = RemoteOutlet(1, server.address, "another", 5, 5)
@@ -491,7 +493,7 @@ def test_strangers_direct_nothing() -> None:
 
 
 def test_a_fault_of_a_rank_is_no_failed_transfer() -> None:
-    sync = WeightSyncConfig(transport="ipc", timeout_s=5)
+    sync = WeightSyncConfig(way="ipc", timeout_s=5)
     with TrainerRanks(named(0), 2, sync) as trainer:
         weights = trainer.weights(named(1))
         weights.begin(Version(0, 1), "no")
@@ -516,7 +518,7 @@ async def test_a_version_that_is_published_again_is_copied_again(tmp_path: Path)
         await fleet.close()
 
 
-SYNC = WeightSyncConfig(transport="ipc", timeout_s=30)
+SYNC = WeightSyncConfig(way="ipc", timeout_s=30)
 
 
 def outlets() -> list[Outlet]:

@@ -156,9 +156,9 @@ MIB = 1 << 20
         ([], 1, False, "nearest", None),
         ([], 0, True, "nearest", None),
         (["model.device=cpu"], 2, True, "nearest", None),
-        (["weight_sync.transport=gloo"], 2, True, "gloo", None),
+        (["weight_sync.way=gloo"], 2, True, "gloo", None),
         (["weight_sync.bucket_bytes=4096"], 2, True, "ipc", 4096),
-        (["weight_sync.transport=nccl"], 2, True, "nccl", 1024 * MIB),
+        (["weight_sync.way=nccl"], 2, True, "nccl", 1024 * MIB),
         (["rollout.engine=sglang"], 2, True, "gloo", None),
         (["rollout.engine=sglang", "mode=colocated"], 1, True, "gloo", None),
         (["trainer.lend_devices=true"], 2, True, "nearest", None),
@@ -171,9 +171,44 @@ def test_weights_between_gpus_stay_on_them_in_large_buckets_unless_the_user_says
     before, size = MachineRecord("a processor", 2, None, Choice("bfloat16", "a test")), ModelSize(8 * 10**9, 1)
     found, told = with_weight_way(config, before, size, gpus, one_host=one_host)
     assert (resolve_transport(found), found.weight_sync.bucket_bytes) == (transport, bucket)
-    assert bool(told.weights) == (found is not config)
-    assert told.weights in told.lines or not told.weights
+    assert (told.weights.startswith(f"weights: {transport}, ") and told.weights in told.lines) or transport == "gloo"
     assert with_weight_way(found, before, size, gpus, one_host=one_host)[0] == found
+
+
+# Deltas of (1 engine + 2) * 0.2 GB of weights, times eight.
+ROOM = 4_800_000_000
+
+
+@pytest.mark.parametrize(
+    ("given", "host_bytes", "options"),
+    [
+        ([], ROOM, ("staged", "delta")),
+        ([], ROOM - 1, ()),
+        ([], 0, ()),
+        (["rollout.engines=2"], ROOM, ()),
+        (["queue.max_staleness=0"], ROOM, ("delta",)),
+        (["trainer.ranks=2"], ROOM, ("staged",)),
+        (["trainer.learning_rate=1e-5"], ROOM, ("staged",)),
+        (["model.dtype=float32"], 2 * ROOM, ("staged",)),
+        (["trainer.lora={}"], ROOM, ()),
+        (["rollout.engine=sglang"], ROOM, ()),
+        (["weight_sync.way=nearest"], ROOM, ()),
+        (["weight_sync.way=waves", "rollout.engines=2"], 2 * ROOM, ("waves",)),
+        (["mode=colocated"], ROOM, ()),
+    ],
+)
+def test_engines_keep_copies_between_machines_only_where_there_is_ample_memory(
+    given: list[str], host_bytes: int, options: tuple[str, ...]
+) -> None:
+    usual = ["model.dtype=bfloat16", "queue.max_staleness=1", "trainer.learning_rate=1e-6"]
+    config = float32_config("calculator", [*usual, *given])
+    before, size = MachineRecord("a processor", 2, None, Choice("bfloat16", "a test")), ModelSize(10**8, 1)
+    found, told = with_weight_way(config, before, size, 0, one_host=False, host_bytes=host_bytes)
+    assert found.weight_sync.options == options
+    assert all(option in told.weights for option in options) or config.weight_sync.way != "auto"
+    assert with_weight_way(config, before, size, 0, one_host=True, host_bytes=host_bytes)[0].weight_sync.options == (
+        config.weight_sync.options
+    )
 
 
 @pytest.mark.parametrize(("parameters", "bucket"), [(10**6, 64 * MIB), (8 * 128 * MIB // 2, 128 * MIB)])
@@ -295,9 +330,9 @@ def test_ray_shows_an_engine_no_gpu_but_its_own() -> None:
     def check(*overrides: str, gpus: int = 2) -> None:
         check_opened(float32_config("calculator", ["rollout.engines=2", *overrides], mode="colocated"), gpus)
 
-    with pytest.raises(UserError, match=r"^weight_sync\.transport=ipc"):
+    with pytest.raises(UserError, match=r"^weight_sync\.way=ipc"):
         check("trainer.ranks=2")
-    check("trainer.ranks=2", "weight_sync.transport=disk")
+    check("trainer.ranks=2", "weight_sync.way=disk")
     check("trainer.ranks=2", gpus=0)
     check("trainer.ranks=1", "rollout.engines=1")
 
@@ -502,8 +537,8 @@ def test_a_way_of_weights_that_the_machine_chose_does_not_differ_from_auto(tmp_p
     write_machine(tmp_path, record)
     (tmp_path / "config.yaml").write_text(dump(kept))
     assert differences(kept, as_settled(given, tmp_path)) == []
-    other = float32_config("calculator", ["weight_sync.transport=disk"])
-    assert differences(kept, as_settled(other, tmp_path)) == ["weight_sync.transport"]
+    other = float32_config("calculator", ["weight_sync.way=disk"])
+    assert differences(kept, as_settled(other, tmp_path)) == ["weight_sync.way"]
 
 
 def test_the_record_of_a_run_is_read_as_written_and_damage_is_named(tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ def test_engines_see_the_gpus_whose_memory_they_take_weights_from_behind_their_o
         return [spec.env["CUDA_VISIBLE_DEVICES"] for spec in planned.engines]
 
     assert visible() == ["0,1", "1,0"]
-    assert visible("weight_sync.transport=disk") == ["0", "1"]
+    assert visible("weight_sync.way=disk") == ["0", "1"]
 
 
 SEVERAL = ["rollout.engine=vllm", "rollout.tensor_parallel=2", "rollout.pipeline_parallel=2"]

@@ -363,8 +363,8 @@ async def test_pause_wait_is_refused() -> None:
     ("change", "said"),
     [
         ({"starts": [0], "numels": [1]}, "bucket_bytes"),
-        ({"kind": "delta", "base": "0.1", "payload_bytes": 8}, "weight_sync.delta"),
-        ({"hold": "keep"}, "weight_sync.delta"),
+        ({"kind": "delta", "base": "0.1", "payload_bytes": 8}, "weight_sync.way=delta"),
+        ({"hold": "keep"}, "weight_sync.way=delta"),
     ],
 )
 async def test_buckets_that_sglang_cannot_load_are_not_sent(change: dict[str, Any], said: str) -> None:
