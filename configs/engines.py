@@ -222,6 +222,20 @@ EMBEDDED = EngineTraits(
 )
 
 
+# The fewest keys that a static decode step of the embedded engine reads; it reads powers of two.
+STATIC_KEYS = 64
+
+
+def most_static_steps(rows: int, tokens: int) -> int:
+    """Return how many decode steps the embedded engine captures at most with ``--decode=static``.
+
+    They are for powers of two of rows and of keys, each for sampled and for greedy rows; ``rows`` and ``tokens`` of
+    a row are the engine's limits.
+    """
+    keys = 1 + max(0, (tokens - 1).bit_length() - (STATIC_KEYS - 1).bit_length())
+    return 2 * keys * (1 + (rows - 1).bit_length())
+
+
 # vLLM takes no others, and SGLang any.
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # The name of our transport in vLLM.

@@ -32,7 +32,7 @@ from rl_async.configs.derived import (
     sends_shards,
     warm_start_of,
 )
-from rl_async.configs.engines import ENGINES
+from rl_async.configs.engines import ENGINES, most_static_steps
 from rl_async.configs.schema.data import WarmStartConfig
 from rl_async.configs.schema.reward import RewardModelConfig
 from rl_async.configs.schema.run import RunConfig
@@ -91,6 +91,8 @@ HEAD_BYTES = 12
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 # Every process that uses a GPU takes this much of it for the driver, workspaces of libraries, and collectives.
 CONTEXT_BYTES = 1 << 30
+# A CUDA graph of a decode step, beside the memory that it works in: vLLM's take 12 MiB for models of 30 layers.
+GRAPH_BYTES = 16 << 20
 # A token of a step's batch takes at most this many bytes on each rank's host (``benchmarks.batches``).
 BATCH_BYTES = 240
 # The embedded engine prefills at most this many tokens in one pass, and vLLM fewer.
@@ -668,6 +670,9 @@ def _engine(config: RunConfig, size: ModelSize, place: Place) -> _Stages:
     }
     if on_gpu:
         awake["activations"] = decoding_bytes(config, size)
+        if embedded and "--decode=static" in config.rollout.engine_args:
+            limits = config.rollout.max_batch_size, config.rollout.max_model_len
+            awake["activations"] += most_static_steps(*limits) * GRAPH_BYTES
     elif sync.staged or sync.delta or adds:
         # On a CPU the host copies are in the same memory.
         awake["published"] = weights if sync.staged and not (sync.delta or adds) else weights * config.rollout.ranks

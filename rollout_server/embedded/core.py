@@ -10,9 +10,9 @@ attend in blocks.
 
 On a GPU, decode steps over tensors of fixed shapes and addresses are captured once and then replayed (``StaticSteps``).
 A step feeds the last token of each row, samples the next ones, and leaves these and their positions where the following
-step reads them, so it needs nothing from the host. Rows are padded to a bucket of rows, which use free slots, and keys
-to a bucket of lengths, so that few steps have different shapes. Random numbers are drawn before a step, because rows
-with a seed have generators of their own.
+step reads them, so it needs nothing from the host. Rows and keys are padded to powers of two, rows by free slots, so
+that few steps have different shapes; beyond a limit the oldest captured ones are dropped. Random numbers are drawn
+before a step, because rows with a seed have generators of their own.
 
 The host launches a step, then reads the results of the previous one. It learns one step late that a row has ended with
 a stop token, and drops the surplus token that was sampled meanwhile.
@@ -38,6 +38,7 @@ from transformers.masking_utils import sdpa_mask
 
 from rl_async import tracing
 from rl_async.accelerators import graphs_of
+from rl_async.configs.engines import STATIC_KEYS, most_static_steps
 from rl_async.errors import UserError
 from rl_async.messages import Sampling
 from rl_async.model_files import experts_of, mixers_of
@@ -64,10 +65,6 @@ Compute = Callable[[Tensor, Tensor, int], Tensor]
 Step = Callable[[], None]
 # Returns a step that does the same without running its Python; the step itself has run once before.
 Capture = Callable[[Step], Step]
-# Rows are padded to a power of two up to this number, then to a multiple of it.
-ROWS = 16
-# The smallest bucket of keys; the others are powers of two.
-KEYS = 64
 
 
 def uncaptured(step: Step) -> Step:
@@ -86,12 +83,14 @@ def capture_for(decode: str | None, device: torch.device) -> Capture | None:
 
 
 class StaticSteps:
-    """The rows of a batch of at most ``max_rows``, as tensors on ``device``, and the steps that were captured.
+    """The rows of a batch of at most ``max_rows``, as tensors on ``device``, and the steps that were captured, at most
+    as many as ``most_static_steps`` says for rows of ``max_tokens``.
 
     ``place`` writes the rows; afterwards only steps and ``compact`` change them.
     """
 
-    def __init__(self, max_rows: int, device: torch.device, capture: Capture) -> None:
+    def __init__(self, max_rows: int, max_tokens: int, device: torch.device, capture: Capture) -> None:
+        self._most = most_static_steps(max_rows, max_tokens)
         self._max_rows, self._device, self._capture = max_rows, device, capture
         self._last = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._positions, self._active = torch.zeros_like(self._last), torch.zeros_like(self._last)
@@ -110,8 +109,7 @@ class StaticSteps:
 
     def rows(self, count: int) -> int:
         """Return the number of rows that ``count`` rows are padded to."""
-        bucket = 1 << (count - 1).bit_length() if count <= ROWS else -(-count // ROWS) * ROWS
-        return min(bucket, self._max_rows)
+        return min(1 << (count - 1).bit_length(), self._max_rows)
 
     def holds(self, last: Tensor) -> bool:
         """Whether ``last`` was returned by the latest ``place`` or ``compact``, so the rows are still those."""
@@ -152,7 +150,7 @@ class StaticSteps:
         since two buffers alternate.
         """
         assert self._view is not None
-        count, view = len(self._view), min(max(KEYS, 1 << (longest - 1).bit_length()), most)
+        count, view = len(self._view), min(max(STATIC_KEYS, 1 << (longest - 1).bit_length()), most)
         rows = self.rows(count)
         held = self._samplers.setdefault((rows, sampler.kind), sampler)
         if sampler is not self._sampler:
@@ -164,6 +162,10 @@ class StaticSteps:
         if step is None:
             step = partial(self._step, rows, view, held, compute)
             if key in self._warm:
+                if len(self._captured) == self._most:
+                    # It may still run.
+                    torch.get_device_module(self._device).synchronize()
+                    del self._captured[next(iter(self._captured))]
                 step = self._captured[key] = self._capture(step)
             self._warm.add(key)
         step()
@@ -523,7 +525,9 @@ class EngineCore:
         self._cache = SlotCache(layers, self.max_batch, self.max_length, self.cache_tokens, self.device, self._recorder)
         self._prefixes = PrefixCache()
         self._output_weight: Tensor | None = None
-        self._steps = None if self._capture is None else StaticSteps(self.max_batch, self.device, self._capture)
+        self._steps: StaticSteps | None = None
+        if self._capture is not None:
+            self._steps = StaticSteps(self.max_batch, self.max_length, self.device, self._capture)
 
     @property
     def unfinished(self) -> int:

@@ -18,6 +18,7 @@ from rl_async.launcher.capacity import Device, assumed
 from rl_async.launcher.plan.memory import (
     BATCH_BYTES,
     CONTEXT_BYTES,
+    GRAPH_BYTES,
     LOGITS_CHUNK,
     STAGES,
     TORCH_BYTES,
@@ -311,6 +312,23 @@ def test_matrices_in_8_bits_take_a_byte_each_once_the_embedded_engine_has_loaded
     cached = ModelSize(parameters=1000, kv_per_token=1, matrices=600)
     many = [*numbers, "rollout.max_batch_size=10", "rollout.max_model_len=160"]
     assert engine_bytes(float32_config("calculator", many), cached) == TORCH_BYTES + 400 * 2 + 600 + 2 * 1600 * 2
+
+
+def test_graphs_of_decode_steps_are_part_of_an_engine_on_a_gpu() -> None:
+    static = [
+        "rollout.engine=embedded",
+        "rollout.engine_args=['--decode=static']",
+        "rollout.max_batch_size=48",
+        "rollout.max_model_len=160",
+    ]
+    # 1, 2, 4, 8, 16, 32 and 48 rows; 64, 128 and 160 keys; sampled and greedy.
+    graphs = 7 * 3 * 2 * GRAPH_BYTES
+    for gpus, expected in ((1, graphs), (0, 0)):
+        with_graphs, eager = (
+            the(planned(*given, gpus=gpus), "engine")[1] for given in (static, [static[0], *static[2:]])
+        )
+        stages = (with_graphs.stages["rollout"], eager.stages["rollout"])
+        assert stages[0].get("activations", 0) - stages[1].get("activations", 0) == expected
 
 
 def test_what_is_quantised_are_the_matrices_of_layers() -> None:

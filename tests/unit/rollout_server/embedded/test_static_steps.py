@@ -10,9 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Qwen3ForCausalLM
 
+from rl_async.configs.engines import most_static_steps
 from rl_async.messages import Sampling
 from rl_async.model_files import MIXERS
-from rl_async.rollout_server.embedded.core import Capture, EngineCore, Sequence, Step, uncaptured
+from rl_async.rollout_server.embedded.core import Capture, EngineCore, Sequence, StaticSteps, Step, uncaptured
 from rl_async.rollout_server.embedded.engine_thread import quantize_layers
 from tests.unit.rollout_server.embedded.test_core import assert_as_plain, model, sequences
 from tests.unit.rollout_server.embedded.test_families import ALIKE, KINDS, peaked
@@ -160,6 +161,61 @@ def test_rows_that_need_the_host_between_tokens_use_other_steps(model: Qwen3ForC
         found.append((answers(todo), [len(sequence.likeliest) for sequence in todo[4:6]]))
         assert found[-1][1] == [len(sequence.sampled) for sequence in todo[4:6]]
     assert found[0] == found[1]
+
+
+class Columnless:
+    """A sampler of one kind of rows, which takes the first token."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def adopt(self, other: "Columnless") -> None:
+        """Keep nothing of the other."""
+
+    def draw_numbers(self, drawn: Tensor) -> None:
+        """Draw nothing."""
+
+    def distribution(self, logits: Tensor) -> Tensor:
+        return logits
+
+    def choose(self, logprobs: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros(len(logprobs), dtype=torch.int64), logprobs[:, 0]
+
+
+def test_captured_steps_are_few_and_the_oldest_are_dropped() -> None:
+    """Of three rows and 100 tokens: 1, 2 and 3 rows, 64 and 100 keys, two kinds of samplers."""
+    captured: list[tuple[int, int]] = []
+    shapes: list[tuple[int, int]] = []
+
+    def capture(step: Step) -> Step:
+        step()
+        captured.append(shapes[-1])
+        return step
+
+    def compute(last: Tensor, positions: Tensor, view: int) -> Tensor:
+        shapes.append((len(last), view))
+        return torch.zeros(len(last), 2)
+
+    steps = StaticSteps(3, 100, torch.device("cpu"), capture)
+
+    def run(kind: str) -> None:
+        for count in (1, 2, 3):
+            for longest in (1, 65):
+                steps.place(torch.zeros(count, dtype=torch.int64), [0] * count)
+                steps.launch(Columnless(kind), longest, 100, compute)()  # type: ignore[arg-type]
+
+    for kind in ("sampled", "sampled", "greedy", "greedy", "sampled"):
+        run(kind)
+    each = [(rows, keys) for rows in (1, 2, 3) for keys in (64, 100)]
+    assert captured == each * 2 and len(captured) == most_static_steps(3, 100)
+    # A third kind takes the places of the first six.
+    run("both")
+    run("both")
+    assert captured == each * 3 and len(steps._captured) == most_static_steps(3, 100)
+    run("greedy")
+    assert captured == each * 3
+    run("sampled")
+    assert captured == each * 4
 
 
 def test_preempted_and_aborted_sequences_keep_each_token_that_was_sampled(model: Qwen3ForCausalLM) -> None:
