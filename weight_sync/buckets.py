@@ -85,10 +85,18 @@ class Piece:
         """Copy the elements into their places in the parameter, contiguous and of the whole shape."""
         if not self.boxes:
             parameter.view(-1)[self.start : self.start + self.data.numel()].copy_(self.data)
-        at = 0
-        for box in self.boxes:
-            part = self.data[at : at + volume(box)].view(lengths(box))
+            return
+        for box, part in self.parts():
             parameter[tuple(slice(*span) for span in box)].copy_(part)
+
+    def parts(self) -> Iterator[tuple[Box, Tensor]]:
+        """Yield the boxes of the parameter that the piece holds, each with its elements in the box's shape.
+
+        Without ``boxes`` the elements are one: whole rows, or a part of a row, of the last dimensions (``divide``).
+        """
+        at = 0
+        for box in self.boxes or (box_from(self.shape, self.start, self.data.numel()),):
+            yield box, self.data[at : at + volume(box)].view(lengths(box))
             at += volume(box)
 
 
@@ -277,6 +285,22 @@ def _cut(name: str, spec: TensorSpec, max_bytes: int) -> Iterator[Box]:
         step = max(1, max_bytes // (size // (stop - start)))
         ends = [(first, min(first + step, stop)) for first in range(start, stop, step)]
         todo = [(*box[:dimension], part, *box[dimension + 1 :]) for part in ends] + todo
+
+
+def box_from(shape: Sequence[int], start: int, numel: int) -> Box:
+    """Return the box of elements ``start`` to ``start + numel`` of a flattened tensor.
+
+    Raises WeightSyncError if they are no box, which pieces that ``divide`` makes are.
+    """
+    box: list[tuple[int, int]] = []
+    inner, left = math.prod(shape), start
+    for size in shape:
+        inner //= size
+        first, left = divmod(left, inner)
+        box.append((first, first + max(1, min(size, numel // inner))))
+    if volume(tuple(box)) != numel or any(stop > size for (_, stop), size in zip(box, shape, strict=True)):
+        raise WeightSyncError(f"elements {start} to {start + numel} of a tensor of shape {tuple(shape)} are no box")
+    return tuple(box)
 
 
 def first_element(shape: Sequence[int], box: Box) -> int:

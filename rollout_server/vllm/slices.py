@@ -5,11 +5,18 @@ vLLM adds ``WeightBoxes`` to its workers (``--worker-extension-cls``). It watche
 without data and copies views of it into parameters. These views are the boxes that the worker needs, also with fused
 layers, divided vocabularies and experts, and layers on another pipeline stage, so that no rule about a model or a
 version of vLLM is needed here. ``WeightTransfer`` is our transport, which ``plugin.py`` registers.
+
+An update goes straight into vLLM's parameters where vLLM does nothing to a layer's weights once they are loaded: its
+loader gets a tensor without data there, too, and what it would copy comes from the bucket. Layers that are quantised
+or packed, experts among them, are loaded as vLLM reloads them, which copies each tensor three times.
 """
 
 import hashlib
 import logging
-from collections.abc import Iterator
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,12 +36,18 @@ from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 
 from rl_async.concurrency import in_daemon_thread
+from rl_async.errors import WeightSyncError
 from rl_async.model_files import weights_name
 from rl_async.rollout_server.vllm.adapters import publish
+from rl_async.weight_sync.buckets import Piece
+from rl_async.weight_sync.layout import Box, common, slices, volume
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo, of_worker
 from rl_async.weight_sync.receiver import AdapterLoader, Assembler, WeightReceiver
 
-Box = tuple[tuple[int, int], ...]
+# What vLLM's quant_method does to weights once they are loaded is nothing in these classes; a layer may have none.
+PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "NoneType")
+# The tensors of single experts are many, and their layers are never plain.
+OF_EXPERTS = re.compile(r"\.experts\.\d+\.")
 # Methods of speculation without weights of their own.
 WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 log = logging.getLogger("rl_async.vllm")
@@ -115,36 +128,129 @@ def needed(model: Any, name: str, shape: list[int]) -> list[Box]:
 class _CopiesWatched(TorchDispatchMode):
     """Records the boxes of ``tensor`` that are copied, and None for a tensor that is not a view of it.
 
-    No tensor with data is changed meanwhile.
+    ``copies`` has each box with the view that it is copied to, and ``exact`` says whether every box lies in its place
+    as in the tensor, and nothing else happens there. No tensor with data is changed meanwhile.
     """
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__()
-        self._tensor, self._storage = tensor, tensor.untyped_storage()._cdata
+        self._tensor = tensor
         self.boxes: list[Box | None] = []
+        self.copies: list[tuple[Box, Tensor]] = []
+        self.exact = True
+        self._filled: list[Tensor] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.ops.aten.copy_.default:
-            box = self._box(args[1]) if args[1].is_meta else None
+            box = box_of(args[1], self._tensor) if args[1].is_meta else None
             if box not in self.boxes:
                 self.boxes.append(box)
+            if box is None or args[1].stride() != self._tensor.stride() or args[0].shape != args[1].shape:
+                self.exact = False
+            else:
+                self.copies.append((box, args[0]))
+            self.exact &= not any(_may_overlap(args[0], filled) for filled in self._filled)
             return args[0]
-        if function._schema.is_mutable and not args[0].is_meta:
-            return args[0]
+        if function._schema.is_mutable:
+            # Embeddings fill the rows behind their vocabulary.
+            self._filled.append(args[0])
+            self.exact &= function in FILLS and not any(_may_overlap(args[0], copied) for _, copied in self.copies)
+            if not args[0].is_meta:
+                return args[0]
         return function(*args, **(kwargs or {}))
 
-    def _box(self, view: Tensor) -> Box | None:
-        """Return the part of the tensor that a view covers; None unless it is such a part."""
-        if view.untyped_storage()._cdata != self._storage:
-            return None
-        left, box = int(view.storage_offset()), []
-        lengths = dict(zip(view.stride(), view.shape, strict=True)) if view.dim() else {}
-        for stride, size in zip(self._tensor.stride(), self._tensor.shape, strict=True):
-            start, left = divmod(left, stride)
-            box.append((start, start + (lengths.get(stride, 1) if size > 1 else 1)))
-        covered = torch.Size(stop - start for start, stop in box).numel()
-        inside = all(stop <= size for (_, stop), size in zip(box, self._tensor.shape, strict=True))
-        return tuple(box) if covered == view.numel() and inside else None
+
+FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
+
+
+def _may_overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two views may have memory in common; they have not if they lie apart in it."""
+    if one.untyped_storage()._cdata != other.untyped_storage()._cdata or not one.numel() or not other.numel():
+        return False
+    ends = [
+        view.storage_offset() + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+        for view in (one, other)
+    ]
+    return one.storage_offset() <= ends[1] and other.storage_offset() <= ends[0]
+
+
+def box_of(view: Tensor, tensor: Tensor) -> Box | None:
+    """Return the part of a contiguous tensor that a view covers; None unless it is such a part."""
+    if view.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
+        return None
+    left, box = int(view.storage_offset()), []
+    sizes = dict(zip(view.stride(), view.shape, strict=True)) if view.dim() else {}
+    for stride, size in zip(tensor.stride(), tensor.shape, strict=True):
+        start, left = divmod(left, stride)
+        box.append((start, start + (sizes.get(stride, 1) if size > 1 else 1)))
+    inside = all(stop <= size for (_, stop), size in zip(box, tensor.shape, strict=True))
+    return tuple(box) if volume(tuple(box)) == view.numel() and inside else None
+
+
+def is_plain(layer: Any) -> bool:
+    """Whether vLLM does nothing to a layer's weights once they are loaded, and holds them as checkpoints do.
+
+    The layer has its parameters of checkpoints, as in ``_as_loaders_find_it``.
+    """
+    method = type(getattr(layer, "quant_method", None)).__name__
+    if method not in PLAIN_METHODS or hasattr(layer, "process_weights_after_loading"):
+        return False
+    kernels, (found, _) = get_layerwise_info(layer).kernel_tensors[0], get_layer_params_buffers(layer)
+    return kernels.keys() == found.keys() and all(
+        (kernel.shape, kernel.stride(), kernel.dtype) == (found[name].shape, found[name].stride(), found[name].dtype)
+        for name, kernel in kernels.items()
+    )
+
+
+def direct(model: Any, shapes: Mapping[str, Sequence[int]]) -> tuple[list[Any], dict[str, int]]:
+    """Return the plain layers, and for each tensor that goes into nothing else how many elements are copied of it.
+
+    Tensors whose loader computes something from them are not among those.
+    """
+    copied: dict[str, int] = {}
+    with _as_loaders_find_it(model):
+        plain = [layer for layer in model.modules() if layer._parameters and is_plain(layer)]
+        homes = {p.untyped_storage()._cdata for layer in plain for p in layer._parameters.values() if p is not None}
+        for name, shape in shapes.items():
+            # Loaders read the number in a tensor of one.
+            if OF_EXPERTS.search(name) or math.prod(shape) == 1:
+                continue
+            tensor = torch.empty(list(shape), device="meta")
+            with torch.no_grad(), _CopiesWatched(tensor) as watched:
+                model.load_weights([(name, tensor)])
+            if watched.exact and all(view.untyped_storage()._cdata in homes for _, view in watched.copies):
+                copied[name] = sum(volume(box) for box, _ in watched.copies)
+    return plain, copied
+
+
+class _Filling(TorchDispatchMode):
+    """Has loaders copy parts of tensors that are not there as a whole: those of ``pieces``, views of buckets.
+
+    ``tensors`` has the names with tensors without data, for the loaders. ``copied`` counts elements by name.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], copied: Counter[str]) -> None:
+        super().__init__()
+        self.tensors: dict[str, Tensor] = {}
+        self._copied, self._parts = copied, dict[int, tuple[str, list[tuple[Box, Tensor]]]]()
+        for piece in pieces:
+            if piece.name not in self.tensors:
+                whole = torch.empty(piece.shape, dtype=piece.data.dtype, device="meta")
+                self.tensors[piece.name] = whole
+                self._parts[whole.untyped_storage()._cdata] = (piece.name, [])
+            self._parts[self.tensors[piece.name].untyped_storage()._cdata][1].extend(piece.parts())
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not torch.ops.aten.copy_.default or not args[1].is_meta:
+            return function(*args, **(kwargs or {}))
+        name, parts = self._parts[args[1].untyped_storage()._cdata]
+        box = box_of(args[1], self.tensors[name])
+        assert box is not None, "direct() has seen that it is one"
+        for at, part in parts:
+            if (both := common(box, at)) is not None:
+                args[0][slices(both, box)].copy_(part[slices(both, at)])
+                self._copied[name] += volume(both)
+        return args[0]
 
 
 def _overlap(boxes: list[Box | None]) -> bool:
@@ -176,8 +282,16 @@ class WeightTransfer(WeightTransferEngine):
             # Every worker reads the files once, before the first update asks for the name.
             base = in_daemon_thread(lambda: weights_name(Path(self.model_config.model)), "weights-name")
             loader = AdapterLoader(base.result, lambda pairs, scale: publish(self.model.lora_manager, pairs, scale))
-        self._receiver = WeightReceiver(Assembler(self._load), self.device, loader)
+        self._receiver = WeightReceiver(self._load, self.device, loader)
+        self._assembler = Assembler(self._load_whole)
         self._loading = False
+        # The shapes of tensors that have come, how many ``direct`` has seen, and what it found when an update began.
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._seen = 0
+        self._plain: list[Any] = []
+        self._direct: dict[str, int] = {}
+        # Elements that this update has copied straight into parameters, by tensor.
+        self._copied: Counter[str] = Counter()
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
         """Convert the body, refusing unknown names and wrong types."""
@@ -200,14 +314,26 @@ class WeightTransfer(WeightTransferEngine):
         self._loading = False
 
     def _begin_loading(self) -> None:
-        """Have vLLM collect each layer's tensors in the checkpoint's layout and fuse them once all have arrived."""
+        """Have vLLM collect each layer's tensors in the checkpoint's layout and fuse them once all have arrived.
+
+        Plain layers keep the parameters that they compute with, which loaders fill at once.
+        """
         self._loading = True
+        self._copied.clear()
         # Otherwise vLLM would count the tensors of an earlier update that failed half-way.
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
             info.loaded_weights.clear()
             info.load_numel = 0
+        unfinished = any(get_layerwise_info(layer).can_load() for layer in self.model.modules())
+        if len(self._shapes) > self._seen and not unfinished:
+            self._plain, self._direct = direct(self.model, self._shapes)
+            self._seen = len(self._shapes)
         initialize_layerwise_reload(self.model)
+        for layer in self._plain:
+            info = get_layerwise_info(layer)
+            _place_kernel_tensors(layer, info)
+            info.reset()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive, verify and load one bucket, described by an undecoded body."""
@@ -218,8 +344,11 @@ class WeightTransfer(WeightTransferEngine):
         self._receiver.update(of_worker(update_info, worker_number(self.parallel_config)))
 
     def finish_weight_update(self) -> None:
-        """Load staged buckets, and complete the layers."""
+        """Load staged buckets, and complete the layers. Raises WeightSyncError if parts of a tensor did not come."""
         self._receiver.finish()
+        for name, count in self._copied.items():
+            if count != self._direct[name]:
+                raise WeightSyncError(f"{count} elements of {name} came, and this worker needs {self._direct[name]}")
         if self._loading:
             self._loading = False
             finalize_layerwise_reload(self.model, self.model_config)
@@ -233,8 +362,16 @@ class WeightTransfer(WeightTransferEngine):
         """Refuse to be a trainer. Before 0.28 vLLM makes no transport without this method, which it never calls."""
         raise NotImplementedError("rl-async's trainer sends the weights (rl_async.weight_sync.sender)")
 
-    def _load(self, tensors: list[tuple[str, Tensor]]) -> None:
+    def _load(self, pieces: list[Piece]) -> None:
         if not self._loading:
             self._begin_loading()
+        straight = [piece for piece in pieces if piece.name in self._direct]
+        if straight:
+            with torch.no_grad(), _Filling(straight, self._copied) as filling:
+                self.model.load_weights(filling.tensors.items())
+        self._shapes |= {piece.name: piece.shape for piece in pieces}
+        self._assembler([piece for piece in pieces if piece.name not in self._direct])
+
+    def _load_whole(self, tensors: list[tuple[str, Tensor]]) -> None:
         # Copied, since a layer is fused when its last tensor has arrived, perhaps in another bucket.
         self.model.load_weights((name, tensor.to(self.device, copy=True)) for name, tensor in tensors)

@@ -532,6 +532,19 @@ def test_the_kind_that_is_expected_is_computed() -> None:
 NAMED = [("a", torch.arange(4.0)), ("b", torch.ones(2, 3, dtype=torch.bfloat16))]
 
 
+def test_pieces_that_divide_makes_are_boxes() -> None:
+    whole = torch.arange(3 * 4 * 5, dtype=torch.float32).view(3, 4, 5)
+    for max_bytes in (8, 20, 44, 80, 1000):
+        found = torch.zeros_like(whole)
+        for bucket in make_buckets([("a", whole)], max_bytes):
+            for piece in unpack(bucket.data, bucket.info):
+                for box, part in piece.parts():
+                    found[tuple(slice(*span) for span in box)] = part
+        assert found.equal(whole)
+    with pytest.raises(WeightSyncError, match="no box"):
+        list(Piece("a", (3, 4), 2, torch.zeros(4)).parts())
+
+
 @pytest.fixture
 def staged() -> Iterator[UpdateInfo]:
     """A bucket in shared memory, and its manifest."""
