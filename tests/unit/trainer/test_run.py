@@ -22,7 +22,7 @@ from rl_async.configs.schema.run import EvalConfig, RunConfig
 from rl_async.messages import ToolCall, Turn, Version, episode_rewards
 from rl_async.process.run_files import read_progress
 from rl_async.trainer.checkpoints import FORMAT, CheckpointState
-from rl_async.trainer.guard import GuardAction
+from rl_async.trainer.monitoring import GuardAction
 from rl_async.trainer.publishing import EngineUpdates, of_publication
 from rl_async.trainer.ranks import StopRequest
 from rl_async.trainer.records import append_evaluation
