@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from rl_async.launcher.cli.__main__ import main
 from tests.conftest import vllm_python
-from tests.contracts.engines.engine_peers import EAGER, FORKING
+from tests.contracts.engines.engine_peers import EAGER
 from tests.e2e.small_runs import APART, SMALL, STEPS, Run, assert_complete, finish, metrics
+from tests.support.forked_vllm import FORKING
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 REQUIRED = (

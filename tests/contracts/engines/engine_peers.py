@@ -37,6 +37,7 @@ from rl_async.weight_sync.transports import SharedMemorySender
 from tests.conftest import vllm_python
 from tests.contracts.weights.test_transport import Directory
 from tests.support.forked import Forked
+from tests.support.forked_vllm import FORKING, ForkedVllm
 from tests.support.rounding import PlainPass
 from tests.support.weights import TrainerRanks, make_buckets
 
@@ -46,7 +47,6 @@ START_S = {"embedded": 150.0, "vllm": 400.0}
 MAX_LENGTH = 2560
 ATTEMPTS = 50  # at catching requests in their middle, on busy cores
 EAGER = ("--enforce-eager",)
-FORKING = {"PYTHONPATH": str(Path(__file__).parents[2] / "support" / "vllm_forked")}
 ONE_RANK: Mapping[str, int] = {}
 
 
@@ -87,8 +87,8 @@ def running(
 
     ``ranks`` are keys of ``rollout``, such as tensor_parallel. With ``lora`` it loads adapters by itself. ``flags``
     are further ones of vLLM. With ``eager`` vLLM compiles nothing, and starts sooner. ``forked`` saves imports:
-    vLLM forks its workers from its server, and an embedded engine, whose command line and environment are then those of
-    the process that it was forked from, imports no torch.
+    vLLM is forked and forks its workers, and an embedded engine imports no torch. The command line, and an embedded
+    engine's environment, are then those of the process that it was forked from.
     """
     rollout = RolloutConfig(
         engine=kind,
@@ -112,7 +112,7 @@ def running(
     (held,) = hold_ports(HOST, (PortWish(spec.name),))  # until the engine's end: vLLM listens minutes after it began
     ports = {spec.name: held.getsockname()[1]}
     log = folder / f"{kind}.log"
-    process: subprocess.Popen[bytes] | Forked
+    process: subprocess.Popen[bytes] | Forked | ForkedVllm
     closing = ExitStack()
     if kind == "embedded" and forked:
         command = spec.command(ports)
@@ -120,17 +120,19 @@ def running(
         process = Forked(module, *arguments, environment=spec.environment(ports), log=log, session=True)
     else:
         # As under a launcher, the engine ends however this process does.
-        forking = FORKING if forked and eager else {}
-        lifeline = closing.enter_context(Lifeline())
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                spec.command(ports),
-                env=forking | os.environ | spec.environment(ports) | {LIFELINE_FD: str(lifeline.read_end)},
-                pass_fds=(lifeline.read_end,),
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+        lifeline, environment = closing.enter_context(Lifeline()), os.environ | spec.environment(ports)
+        if kind == "vllm" and forked and eager:
+            process = ForkedVllm(spec.command(ports), FORKING | environment, log, LIFELINE_FD, lifeline.read_end)
+        else:
+            with log.open("wb") as output:
+                process = subprocess.Popen(
+                    spec.command(ports),
+                    env=environment | {LIFELINE_FD: str(lifeline.read_end)},
+                    pass_fds=(lifeline.read_end,),
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
     try:
         url = f"http://127.0.0.1:{ports[spec.name]}"
         if not asyncio.run(_healthy(url, process, START_S[kind])):
@@ -148,7 +150,7 @@ def running(
         held.close()
 
 
-async def _healthy(url: str, process: "subprocess.Popen[bytes] | Forked", start_s: float) -> bool:
+async def _healthy(url: str, process: "subprocess.Popen[bytes] | Forked | ForkedVllm", start_s: float) -> bool:
     """Return whether the engine answered its health probe in time."""
     client, deadline = VllmEngine(url), time.monotonic() + start_s
     try:
