@@ -28,7 +28,7 @@ from rl_async.agent_loop import telemetry
 from rl_async.agent_loop.chat_formats.format import ChatFormat, reasoning_and_answer
 from rl_async.agent_loop.chat_formats.format_registry import load_format
 from rl_async.agent_loop.environments.host_pool import HostedEnvironments
-from rl_async.agent_loop.recorded import AsRecorded, RecordedRunner
+from rl_async.agent_loop.episode import AsRecorded, RecordedRunner
 from rl_async.agent_loop.runner import EpisodeRunner
 from rl_async.agent_loop.telemetry import SamplesCollector
 from rl_async.agent_loop.tools.mcp_toolbox import forget_variables

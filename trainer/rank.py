@@ -43,7 +43,6 @@ from rl_async.trainer.checkpoints import (
     newest_whole,
     read_state,
 )
-from rl_async.trainer.evaluator import Evaluator
 from rl_async.trainer.families import text_of
 from rl_async.trainer.monitoring import EngineLoads, Guard, MemoryWatch, QueueDepth, RankCollector, StepProfiler
 from rl_async.trainer.publishing import (
@@ -59,7 +58,7 @@ from rl_async.trainer.publishing import (
     WeightSource,
 )
 from rl_async.trainer.ranks import StopRequest, as_rank_0, ranks_joined
-from rl_async.trainer.records import Recorder, next_lineage, require_newest
+from rl_async.trainer.records import Evaluator, Recorder, next_lineage, require_newest
 from rl_async.trainer.trackers import Tracking
 from rl_async.trainer.train import Run, train
 from rl_async.transfer_queue.auth import client_keys

@@ -41,11 +41,10 @@ from rl_async.trainer.algorithms.losses import KlController
 from rl_async.trainer.batch_layout import fresh_runs, mask_bound
 from rl_async.trainer.batches import Batch, BatchSource, take_batch
 from rl_async.trainer.checkpoints import FORMAT, CheckpointSchedule, CheckpointState, Saver
-from rl_async.trainer.evaluator import Evaluator
 from rl_async.trainer.monitoring import EngineLoads, Guard, MemoryWatch, QueueDepth, StepProfiler
 from rl_async.trainer.publishing import Publisher
 from rl_async.trainer.ranks import DataParallel, StopRequest, as_rank_0
-from rl_async.trainer.records import Recorder, is_evaluated
+from rl_async.trainer.records import Evaluator, Recorder, is_evaluated
 from rl_async.trainer.trackers import Tracking
 from rl_async.trainer.update import update
 

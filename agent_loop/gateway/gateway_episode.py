@@ -55,7 +55,7 @@ from rl_async.agent_loop.gateway.chat import (
     not_supported,
     read_answer,
 )
-from rl_async.agent_loop.gateway.completions import PlainText
+from rl_async.agent_loop.gateway.openai import PlainText
 from rl_async.agent_loop.gateway.responses import KeptResponses
 from rl_async.agent_loop.tools.tool_registry import task_tools
 from rl_async.concurrency import off_loop

@@ -1,4 +1,8 @@
-"""OpenAI's dialect: chat completion requests in; completions, chunks and errors out. Pure."""
+"""OpenAI's dialects: chat completions, and the oldest, which continues a bare prompt. Pure, but for the tokenizer.
+
+Of a bare prompt no template is printed. It is encoded like the text of a template: control tokens that it spells count
+as such, since its author takes the template's place.
+"""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -6,9 +10,18 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from rl_async.agent_loop.chat_formats.format import (
+    Answer,
+    ChatFormat,
+    SampledTurn,
+    Settled,
+    before_stops,
+    without_beginnings,
+)
 from rl_async.agent_loop.gateway.chat import (
     ASSISTANT,
     COMMENT,
+    COMPLETIONS,
     OPENAI,
     ChatMessage,
     ChatRequest,
@@ -253,3 +266,118 @@ class ChatStream:
     def _chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> Event:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
         return self._head | {"choices": [choice]}
+
+
+# OpenAI's default.
+MAX_TOKENS = 16
+
+Ids = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]], msgspec.Meta(min_length=1)]
+
+
+class CompletionBody(msgspec.Struct):
+    """The fields of a request that have an effect."""
+
+    prompt: Any
+    model: str = ""
+    max_tokens: Limit | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+def read_prompt(body: bytes) -> tuple[ChatRequest, str | list[int]]:
+    """Decode a request: one without messages, and its prompt. Raises RequestRefused naming a field."""
+    fields, wanted = read_fields(body, CompletionBody)
+    request = ChatRequest(
+        messages=[],
+        tools=[],
+        stops=stops_of(wanted.stop, "stop"),
+        max_tokens=wanted.max_tokens or MAX_TOKENS,
+        temperature=wanted.temperature,
+        top_p=wanted.top_p,
+        stream=bool(wanted.stream),
+        usage=bool(wanted.stream_options and wanted.stream_options.include_usage),
+        model=wanted.model,
+        size=len(body),
+        conversation="prompt",
+        unobeyed=unobeyed(fields, CompletionBody.__struct_fields__, COMPLETIONS),
+    )
+    return request, _prompt(wanted.prompt)
+
+
+def _prompt(given: Any) -> str | list[int]:
+    """Return the only prompt, as text or token ids."""
+    if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list):
+        given = given[0]
+    try:
+        prompt: str | list[int] = msgspec.convert(given, str | Ids)
+    except msgspec.ValidationError as error:
+        raise RequestRefused(
+            f"a prompt is a text or token ids, and there is one to a request: {error}",
+            code="invalid_request",
+            param="prompt",
+        ) from error
+    if not prompt:
+        raise RequestRefused("the prompt is empty", code="invalid_request", param="prompt")
+    return prompt
+
+
+class PlainText:
+    """Reads the continuation of a bare prompt, which has no reasoning and no calls."""
+
+    def __init__(self, chat: ChatFormat) -> None:
+        self._chat = chat
+
+    def parse(self, turn: SampledTurn) -> Answer:
+        """Read all of it, up to the first stop string."""
+        text = before_stops(self._chat.turn_text(turn.token_ids), turn.stops)
+        return Answer(text, text, [])
+
+    def settled(self, turn: SampledTurn) -> Settled:
+        """Read the part before anything that may become a stop string."""
+        text = before_stops(self._chat.turn_text(turn.token_ids), turn.stops)
+        return Settled("", without_beginnings(text, turn.stops))
+
+
+def continuation(done: Completion, episode: str, model: str) -> dict[str, Any]:
+    """Return an answer that is not streamed."""
+    head = _head(done.number, episode, model)
+    return head | {"choices": [_choice(done.message.text, done.finish_reason)], "usage": usage(done)}
+
+
+class CompletionStream:
+    """The chunks of a completion, with ``usage`` in the last one if asked for."""
+
+    named, ping, last = False, COMMENT, b"data: [DONE]\n\n"
+
+    def __init__(self, number: int, episode: str, model: str, *, usage: bool) -> None:
+        self._head, self._usage = _head(number, episode, model), usage
+
+    def begin(self) -> Iterator[Event]:
+        """Send nothing, since every chunk has a text."""
+        yield from ()
+
+    def more(self, reasoning: str, text: str) -> Iterator[Event]:
+        """Append to the text."""
+        if text:
+            yield self._head | {"choices": [_choice(text, None)]}
+
+    def end(self, done: Completion, reasoning: str, text: str) -> Iterator[Event]:
+        """Send the rest of the text, and why it ended."""
+        yield self._head | {"choices": [_choice(text, done.finish_reason)]}
+        if self._usage:
+            yield self._head | {"choices": [], "usage": usage(done)}
+
+    def fail(self, error: RequestRefused) -> Iterator[Event]:
+        """Send the error."""
+        yield error_body(error)
+
+
+def _head(number: int, episode: str, model: str) -> dict[str, Any]:
+    return head(number, episode, model, "text_completion") | {"id": f"cmpl-{episode}-{number}"}
+
+
+def _choice(text: str, finish_reason: str | None) -> dict[str, Any]:
+    return {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}

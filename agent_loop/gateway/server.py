@@ -34,7 +34,7 @@ from rl_async import tracing
 from rl_async.agent_loop import telemetry
 from rl_async.agent_loop.chat_formats.format import ChatFormat, reasoning_and_answer
 from rl_async.agent_loop.chat_formats.format_registry import load_format
-from rl_async.agent_loop.gateway import anthropic, completions, openai, responses
+from rl_async.agent_loop.gateway import anthropic, openai, responses
 from rl_async.agent_loop.gateway.chat import (
     ChatRequest,
     Completion,
@@ -692,14 +692,12 @@ class GatewayServer:
 
     async def completions(self, request: Request) -> Response:
         """Continue a bare prompt in OpenAI's oldest dialect, streamed or not."""
-        chat, prompt = await self._read(request, completions.read_request)
+        chat, prompt = await self._read(request, openai.read_prompt)
         asked = await self._prepare(request, chat, prompt)
         name, model = _short(request), self._model(chat)
         if chat.stream:
-            return self._stream(
-                request, asked, completions.CompletionStream(asked.number, name, model, usage=chat.usage)
-            )
-        return _json(completions.completion(await self._answer(request, asked), name, model))
+            return self._stream(request, asked, openai.CompletionStream(asked.number, name, model, usage=chat.usage))
+        return _json(openai.continuation(await self._answer(request, asked), name, model))
 
     async def messages(self, request: Request) -> Response:
         """Answer a messages request in Anthropic's dialect, streamed or not."""

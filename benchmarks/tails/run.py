@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.tails.clock import SimulatedLoop
 from benchmarks.tails.engines import CAPACITY, MAX_BATCH, Engine
 from rl_async import messages as m
-from rl_async.agent_loop.recorded import AsRecorded
+from rl_async.agent_loop.episode import AsRecorded
 from rl_async.agent_loop.worker import AgentWorker
 from rl_async.configs.load import load_config
 from rl_async.configs.schema.run import RunConfig

@@ -22,7 +22,7 @@ from rl_async.errors import EngineError, UserError
 from rl_async.messages import Sampling, Version
 from rl_async.pictures import PictureProcessor
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult, Image
-from rl_async.rollout_server.embedded.vision import place
+from rl_async.rollout_server.embedded.core import place
 from rl_async.rollout_server.pool import connect
 
 TEMPERATURE = 0.7

@@ -22,7 +22,7 @@ import msgspec
 
 import rl_async
 from rl_async.accelerators import accelerator_here, count_gpus
-from rl_async.agent_loop.recorded import needed_groups
+from rl_async.agent_loop.episode import needed_groups
 from rl_async.configs.derived import (
     adapter_way,
     compute_type,

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from rl_async.accelerators import count_gpus
 from rl_async.agent_loop.chat_formats.format import ChatFormat
-from rl_async.agent_loop.recorded import check_recording
+from rl_async.agent_loop.episode import check_recording
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_FAILED, EXIT_SIGNAL, RlAsyncError, UserError
 from rl_async.insight.doctor import REPORT_FILE as DIAGNOSIS

@@ -31,8 +31,7 @@ from rl_async.errors import DataError, EngineLost, EngineRejected, SchemaRejecte
 from rl_async.messages import Version, VersionRun
 from rl_async.pictures import PictureProcessor
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult, Heard
-from rl_async.rollout_server.embedded.core import EngineCore, Sequence
-from rl_async.rollout_server.embedded.vision import place
+from rl_async.rollout_server.embedded.core import EngineCore, Sequence, place
 from rl_async.torch_shared import DTYPES, give_back, quantize
 from rl_async.weight_sync.buckets import HIGH, LOW, Pairs, Piece
 from rl_async.weight_sync.layout import single

@@ -43,10 +43,18 @@ from rl_async.process.http_auth import Access
 from rl_async.process.http_server import application, by_label, gauge, metrics_text, read_body, server_of, text_response
 from rl_async.process.role import bind
 from rl_async.rollout_server.api import LineageFence, PauseMode
-from rl_async.rollout_server.embedded.core import ATTENTION, EngineCore, Sequence, add_spans, capture_for
+from rl_async.rollout_server.embedded.core import (
+    ATTENTION,
+    SERVED_WITH_IMAGES,
+    EngineCore,
+    PlacedImage,
+    Sequence,
+    add_spans,
+    capture_for,
+    place,
+)
 from rl_async.rollout_server.embedded.engine_thread import EngineThread, quantize_layers
 from rl_async.rollout_server.embedded.sampler import Grammars, Matcher
-from rl_async.rollout_server.embedded.vision import SERVED_WITH_IMAGES, PlacedImage, place
 from rl_async.rollout_server.vllm.client import MIN_VERSION_HEADER, REQUEST_PREFIX, ImagePart
 from rl_async.torch_shared import is_out_of_memory, pick_device
 from rl_async.weight_sync.protocol import FinishUpdateBody, InitTransferBody, UpdateWeightsBody

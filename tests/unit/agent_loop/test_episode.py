@@ -20,8 +20,15 @@ from transformers import PreTrainedTokenizerFast
 from rl_async.agent_loop.chat_formats.format import Message, TooLong
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.environments.session import Environment, Session, joined
-from rl_async.agent_loop.episode import Episode, PromptTooLong, RowTokens, tool_agent
-from rl_async.agent_loop.recorded import RecordedRunner, check_recording, needed_groups
+from rl_async.agent_loop.episode import (
+    Episode,
+    PromptTooLong,
+    RecordedRunner,
+    RowTokens,
+    check_recording,
+    needed_groups,
+    tool_agent,
+)
 from rl_async.agent_loop.runner import EpisodeRunner
 from rl_async.agent_loop.tools.tool import Step, Tool, ToolResult, marked_as_cut
 from rl_async.agent_loop.tools.tool_registry import task_tools

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.environments.environment_registry import ENVIRONMENTS
+from rl_async.agent_loop.episode import AsRecorded
 from rl_async.agent_loop.gateway.server import run_gateway
-from rl_async.agent_loop.recorded import AsRecorded
 from rl_async.agent_loop.runner import EpisodeRunner
 from rl_async.agent_loop.tools.tool import Step, Tool
 from rl_async.agent_loop.worker import (

@@ -8,7 +8,7 @@ import pytest
 from rl_async.errors import RlAsyncError
 from rl_async.evaluation import wilson
 from rl_async.messages import Done, NotReady, Reserved, RowKey, Task, Trajectory, Version, VersionRun
-from rl_async.trainer.evaluator import Evaluator, FinishedEvaluation
+from rl_async.trainer.records import Evaluator, FinishedEvaluation
 from tests.conftest import make_rows
 
 ROWS = [msgspec.structs.replace(row, reward=0.5) for row in make_rows(0)[:2]]

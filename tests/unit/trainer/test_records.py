@@ -20,10 +20,10 @@ from rl_async.recording import read_images, read_trajectories, trained_file, wri
 from rl_async.trainer import records as module
 from rl_async.trainer.algorithms.correction import Corrected
 from rl_async.trainer.batches import Batch, RecordedSource
-from rl_async.trainer.evaluator import FinishedEvaluation
 from rl_async.trainer.packing import Rows
 from rl_async.trainer.records import (
     IN_FLIGHT,
+    FinishedEvaluation,
     Recorder,
     TokenOutcomes,
     append_evaluation,

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rl_async.agent_loop.gateway import anthropic, completions, openai
+from rl_async.agent_loop.gateway import anthropic, openai
 from rl_async.agent_loop.gateway import chat as chat_dialect
 from rl_async.agent_loop.gateway import responses as responses_requests
 from rl_async.agent_loop.gateway.anthropic import MessageStream
@@ -601,7 +601,7 @@ def read_response(body: bytes) -> Any:
     ("read", "body", "param"),
     [
         (openai.read_request, {"messages": [], **MANY}, None),
-        (completions.read_request, {"prompt": "x", **MANY}, None),
+        (openai.read_prompt, {"prompt": "x", **MANY}, None),
         (anthropic.read_request, {"messages": [], "max_tokens": 1, **MANY}, None),
         (anthropic.read_count, {"messages": [], **MANY}, None),
         (read_response, {"input": "x", **MANY}, None),

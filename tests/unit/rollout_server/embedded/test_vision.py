@@ -18,8 +18,7 @@ from rl_async.messages import Media, Sampling, Trajectory
 from rl_async.pictures import PictureProcessor
 from rl_async.rollout_server.api import Image
 from rl_async.rollout_server.embedded import core
-from rl_async.rollout_server.embedded.core import ATTENTION, EngineCore
-from rl_async.rollout_server.embedded.vision import SERVED_WITH_IMAGES, PlacedImage, place
+from rl_async.rollout_server.embedded.core import ATTENTION, SERVED_WITH_IMAGES, EngineCore, PlacedImage, place
 from rl_async.trainer.packing import collate, lay_images
 from tests.support.rounding import PlainPass
 from tests.support.tiny_models import drawing, save_vision_model
