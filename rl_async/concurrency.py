@@ -9,9 +9,13 @@ import asyncio
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from contextvars import Context
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -153,6 +157,8 @@ C = TypeVar("C", bound=Closeable)
 
 # The threads of one kind that may run past their deadline, since a thread cannot be ended.
 MOST_OVERDUE = 64
+# The threads that are kept for further calls, and for how long.
+MOST_IDLE, IDLE_S = 64, 10.0
 
 
 def in_daemon_thread(work: Callable[[], T], name: str) -> "Future[T]":
@@ -164,15 +170,17 @@ def in_daemon_thread(work: Callable[[], T], name: str) -> "Future[T]":
     # From here on only the thread settles it.
     future.set_running_or_notify_cancel()
 
-    def run() -> None:
-        try:
-            future.set_result(work())
-        # Errors are raised again where the future is awaited.
-        except BaseException as error:
-            future.set_exception(_awaitable(error))
-
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=_settle, args=(future, work), name=name, daemon=True).start()
     return future
+
+
+def _settle(future: "Future[T]", work: Callable[[], T]) -> None:
+    """Do the work, and give the future its result or its exception."""
+    try:
+        future.set_result(work())
+    # Errors are raised again where the future is awaited.
+    except BaseException as error:
+        future.set_exception(_awaitable(error))
 
 
 def _awaitable(error: BaseException) -> Exception:
@@ -232,14 +240,62 @@ def run_in_threads(works: Sequence[Callable[[], T]], name: str) -> list[T]:
     return mine + [other.result() for other in others]
 
 
+class CallThreads:
+    """Daemon threads for blocking calls. No call waits for another: it gets an idle thread or, without one, a new one.
+
+    The start of a thread holds up the event loop until the thread runs, and costs several times as much as a short
+    call, so up to MOST_IDLE threads wait for further calls, each for IDLE_S.
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        # An entry for each thread that waits for a call and was not promised one.
+        self._idle: deque[None] = deque()
+
+    def start(self, call: Callable[[], None]) -> None:
+        """Start ``call``, which must not raise."""
+        try:
+            self._idle.pop()
+        except IndexError:
+            threading.Thread(target=self._work, args=(call,), name="blocking call", daemon=True).start()
+        else:
+            self._calls.put(call)
+
+    def _work(self, call: Callable[[], None] | None) -> None:
+        while call is not None:
+            call()
+            # An idle thread must not keep the call's arguments and result alive.
+            del call
+            call = self._next()
+
+    def _next(self) -> Callable[[], None] | None:
+        """Wait for a call; None if enough threads wait, or none came in time."""
+        if len(self._idle) >= MOST_IDLE:
+            return None
+        self._idle.append(None)
+        try:
+            return self._calls.get(timeout=IDLE_S)
+        except Empty:
+            pass
+        try:
+            self._idle.pop()
+        # A call was promised a thread just now.
+        except IndexError:
+            return self._calls.get()
+        return None
+
+
+_THREADS_FOR_CALLS = CallThreads()
+
+
 class DaemonCalls:
-    """Runs blocking calls of users' code, each in a daemon thread of its own, which callers may stop waiting for.
+    """Runs blocking calls of users' code in daemon threads, which callers may stop waiting for.
 
     ``key`` is the config key of their deadline, for the error.
     """
 
-    def __init__(self, name: str, key: str) -> None:
-        self._name, self._key = name, key
+    def __init__(self, key: str) -> None:
+        self._key = key
         self._overdue: set[Future[Any]] = set()
 
     @property
@@ -247,13 +303,20 @@ class DaemonCalls:
         """How many calls still run whose callers have stopped waiting."""
         return len(self._overdue)
 
-    async def call(self, function: Callable[[], T]) -> T:
-        """Call ``function`` and await its result. Raises RuntimeError once too many calls are overdue."""
+    async def call(self, function: Callable[[], T], seconds: float) -> T:
+        """Call ``function`` and await its result.
+
+        Raises Overdue after ``seconds``, counted as by ``within``, and RuntimeError once too many calls are overdue.
+        """
         if len(self._overdue) >= MOST_OVERDUE:
             raise RuntimeError(f"{MOST_OVERDUE} earlier calls still run past their deadline ({self._key})")
-        work = in_daemon_thread(function, self._name)
+        work: Future[T] = Future()
+        # From here on only the thread settles it.
+        work.set_running_or_notify_cancel()
+        # As in a new thread, the call finds no context variables of an earlier one.
+        _THREADS_FOR_CALLS.start(partial(Context().run, _settle, work, function))
         try:
-            return await asyncio.wrap_future(work)
+            return await within(seconds, asyncio.wrap_future(work))
         finally:
             if not work.done():
                 self._overdue.add(work)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol, Self
 
 from rl_async.agent_loop.chat_formats.format import ChatFormat, Message, SampledTurn, TooLong
 from rl_async.agent_loop.tools.tool import CallableTool, Observation, Step, Tool, checked
-from rl_async.concurrency import DaemonCalls, Overdue, contained, time_limit, within
+from rl_async.concurrency import DaemonCalls, Overdue, contained, time_limit
 from rl_async.configs.schema.rollout import RolloutConfig, SpeakerConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, EnvironmentFailed, RlAsyncError
@@ -59,7 +59,7 @@ def without_escapes(text: str) -> str:
 
 
 KEY = "agent.environment_timeout_s"
-USER_CALLS = DaemonCalls("environment", KEY)
+USER_CALLS = DaemonCalls(KEY)
 
 
 async def call_user(what: str, function: Callable[..., Any], *arguments: Any, timeout_s: float | None) -> Any:
@@ -71,7 +71,7 @@ async def call_user(what: str, function: Callable[..., Any], *arguments: Any, ti
     deadline: asyncio.Timeout | None = None
     try:
         if not inspect.iscoroutinefunction(function):
-            return await within(limit_s, USER_CALLS.call(lambda: function(*arguments)))
+            return await USER_CALLS.call(lambda: function(*arguments), limit_s)
         # In this task and not in one of its own, which `within` would need: what one of an environment's coroutines
         # enters, such as a task group of anyio, another one of them leaves.
         async with time_limit(timeout_s) as deadline:

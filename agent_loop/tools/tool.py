@@ -131,7 +131,7 @@ class Tool:
         self.quick = quick
         # Places in the code whose errors were logged.
         self._logged: set[str] = set()
-        self._threads = DaemonCalls("tool", "agent.tool_timeout_s")
+        self._threads = DaemonCalls("agent.tool_timeout_s")
         self.arguments = _arguments_struct(self.name, function)
         self.schema = _schema(self.name, function, self.arguments)
 
@@ -179,7 +179,7 @@ class Tool:
             return self.function(**named)
         if inspect.iscoroutinefunction(self.function):
             return await within(timeout_s, contained(self.function(**named)))
-        return await within(timeout_s, self._threads.call(lambda: self.function(**named)))
+        return await self._threads.call(lambda: self.function(**named), timeout_s)
 
     @property
     def overdue(self) -> int:

@@ -15,12 +15,13 @@ import threading
 import tty
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from contextvars import ContextVar
 from pathlib import Path
 
 import pytest
 
 from rl_async import concurrency
-from rl_async.concurrency import DaemonCalls, Overdue, contained, gather_or_cancel, to_the_end, within
+from rl_async.concurrency import MOST_IDLE, DaemonCalls, Overdue, contained, gather_or_cancel, to_the_end, within
 from rl_async.errors import EXIT_RESTART, EXIT_USER, ConfigError, QueueLost, RlAsyncError
 from rl_async.process.allocation import importing, no_collection
 from rl_async.process.role import (
@@ -540,7 +541,43 @@ async def test_an_end_that_users_code_raises_is_an_error_to_its_caller(error: Ba
     with pytest.raises(RuntimeError, match=type(error).__name__):
         await contained(ends())
     with pytest.raises(RuntimeError, match=type(error).__name__):
-        await within(30.0, DaemonCalls("test", "key").call(ends_in_a_thread))
+        await DaemonCalls("key").call(ends_in_a_thread, 30.0)
+
+
+async def test_a_thread_takes_further_calls_without_the_context_of_earlier_ones() -> None:
+    calls, variable, seen = DaemonCalls("key"), ContextVar("variable", default=0), set[threading.Thread]()
+
+    def run() -> tuple[threading.Thread, int]:
+        found = variable.get()
+        variable.set(1)
+        return threading.current_thread(), found
+
+    # The thread of a call becomes idle a little after the call's result is there.
+    for _ in range(1000):
+        thread, found = await calls.call(run, 30.0)
+        assert found == 0
+        if thread in seen:
+            return
+        seen.add(thread)
+    pytest.fail("each call had a thread of its own")
+
+
+async def test_no_call_waits_for_another() -> None:
+    calls, release = DaemonCalls("key"), threading.Event()
+    waiting = [asyncio.ensure_future(calls.call(lambda: release.wait(30), 30.0)) for _ in range(MOST_IDLE + 2)]
+    await asyncio.sleep(0)
+    assert await calls.call(lambda: "at once", 30.0) == "at once"
+    assert not any(call.done() for call in waiting)
+    release.set()
+    assert all(await asyncio.gather(*waiting))
+
+
+async def test_idle_threads_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(concurrency, "IDLE_S", 0.01)
+    thread = await DaemonCalls("key").call(threading.current_thread, 30.0)
+    await asyncio.to_thread(thread.join, 30.0)
+    assert not thread.is_alive()
+    assert await DaemonCalls("key").call(lambda: 1, 30.0) == 1
 
 
 async def test_users_code_can_be_cancelled() -> None:
