@@ -128,6 +128,7 @@ def test_old_logprobs_are_computed_once_for_all_epochs_and_minibatches() -> None
     assert policy.events == ["look"] * looks + ["step"] * 6 and looks > 2
     # Had pi_old moved along, no ratio would ever have left its band.
     assert updated.metrics["loss/clip_fraction"] > 0
+    assert all(math.isfinite(number) for number in updated.metrics.values())
 
 
 def test_every_micro_batch_of_every_pass_is_counted() -> None:
