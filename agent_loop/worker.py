@@ -38,6 +38,7 @@ from rl_async.configs.load import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_SIGNAL, ConfigError, RlAsyncError
 from rl_async.messages import Done, Leased, LeasedGroup, Refused, Renewed, SampleKey, Task, Trajectory, by_role
+from rl_async.process.allocation import collect_rarely
 from rl_async.process.http_auth import run_token
 from rl_async.process.http_server import exposed
 from rl_async.process.role import heeded
@@ -302,8 +303,9 @@ class AgentWorker:
             await asyncio.wait([playing])
         finally:
             self._playing.pop(key, None)
-            playing.cancel()
-            await asyncio.wait([playing])
+            if not playing.done():
+                playing.cancel()
+                await asyncio.wait([playing])
         if playing in self._taken_back:
             self._taken_back.remove(playing)
             return None
@@ -438,6 +440,8 @@ async def run_worker(config: RunConfig, index: int, address: str, *, folder: Pat
         queue = await stack.enter_async_context(client)
         stack.push_async_callback(pool.close)
         worker = AgentWorker(queue, runner, rewards, config)
+        # Hundreds of episodes at once are many objects: looking for cycles took a third of the processor time.
+        collect_rarely()
         collector = SamplesCollector(worker, pool)
         stack.enter_context(exposed(config.tracking.prometheus, folder, "worker", f"worker-{index}", collector))
         async with asyncio.TaskGroup() as group:
