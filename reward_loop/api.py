@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, SupportsFloat
+from typing import Any
 
 import msgspec
 
@@ -118,10 +118,11 @@ def finite_number(value: object) -> float | None:
     """Return ``value`` as a finite float, or None; truth values and NumPy arrays of one element are numbers."""
     if getattr(value, "size", None) == 1 and callable(item := getattr(value, "item", None)):
         value = item()
-    if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
+    convert = getattr(value, "__float__", None)
+    if isinstance(value, str | bytes) or convert is None:
         return None
     try:
-        number = float(value)
+        number = float(convert())
     except (TypeError, ValueError, OverflowError):
         # An array of several elements, or a number beyond all floats.
         return None

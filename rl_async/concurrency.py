@@ -103,6 +103,9 @@ async def gather_or_cancel(*work: Awaitable[T]) -> list[T]:
 
     If one fails, the others are cancelled, and its error is raised when they have ended.
     """
+    # A single one needs no task.
+    if len(work) == 1:
+        return [await work[0]]
     tasks = [asyncio.ensure_future(each) for each in work]
     if not tasks:
         return []

@@ -360,7 +360,8 @@ class ReasoningGym:
             self._score = 0.0
         return Step(done=True)
 
-    def reward(self) -> float:
+    async def reward(self) -> float:
+        # A coroutine, which needs no thread.
         return self._score
 
 
