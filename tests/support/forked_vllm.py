@@ -57,7 +57,7 @@ class ForkedVllm:
 def _start(python: str, environment: Mapping[str, str]) -> socket.socket:
     """Start the process that forks, with the first server's environment; the socket to it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    process = subprocess.Popen([python, "-P", __file__], stdin=theirs, env=environment)
+    process = subprocess.Popen([python, "-P", __file__], stdin=theirs.fileno(), env=environment)
     theirs.close()
     atexit.register(process.wait)
     atexit.register(ours.close)
