@@ -40,7 +40,7 @@ from transformers import AutoConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged, UserError
 from rl_async.pictures import PictureProcessor
-from rl_async.trainer.attention import gathered
+from rl_async.trainer.attention import gathered, shared_places
 from rl_async.trainer.backend import LossFn, OutputName, Outputs, Published
 from rl_async.trainer.batch_layout import row_cost_of
 from rl_async.trainer.checkpoints import write_shards
@@ -54,7 +54,6 @@ from rl_async.trainer.megatron.model import (
     join_groups,
     require_divisible,
     shape_of,
-    shared_places,
     shares_tokens,
     transformer_config,
     vocab_parallel_outputs,

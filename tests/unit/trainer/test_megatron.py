@@ -17,6 +17,7 @@ from transformers import GPT2Config, LlamaConfig, PretrainedConfig, Qwen2Config,
 
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import UserError
+from rl_async.trainer.attention import shared_places
 from rl_async.trainer.megatron.mapping import (
     EMBEDDING,
     OUTPUT,
@@ -30,7 +31,6 @@ from rl_async.trainer.megatron.mapping import (
     padded_vocab,
     parts_of,
 )
-from rl_async.trainer.megatron.model import shared_places
 from rl_async.trainer.packing import Tensors
 
 # The mapping between Hugging Face's weights and Megatron's, without Megatron: there and back, and where things lie.
