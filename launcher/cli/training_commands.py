@@ -389,7 +389,7 @@ def _test(arguments: argparse.Namespace) -> int:
     import asyncio
 
     from rl_async.configs.load import load_config
-    from rl_async.launcher.runs.rehearsal import report, score_answers
+    from rl_async.launcher.runs.inspect_data import report, score_answers
     from rl_async.process.role import printable
 
     path = json.dumps(arguments.data, ensure_ascii=False)
@@ -515,7 +515,7 @@ def _make_data(arguments: argparse.Namespace) -> int:
 def _inspect_data(arguments: argparse.Namespace) -> int:
     from rl_async.configs.load import load_config
     from rl_async.configs.schema.data import DataSource
-    from rl_async.launcher.runs.rehearsal import inspect, inspect_config
+    from rl_async.launcher.runs.inspect_data import inspect, inspect_config
     from rl_async.launcher.sources import data_files
     from rl_async.process.role import printable
 

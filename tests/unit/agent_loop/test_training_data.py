@@ -32,7 +32,8 @@ from rl_async.configs.schema.data import DataConfig, DataSource, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError
 from rl_async.launcher.cli.__main__ import main
-from rl_async.launcher.runs.rehearsal import check_printed, inspect
+from rl_async.launcher.runs.inspect_data import inspect
+from rl_async.launcher.runs.rehearsal import check_printed
 from rl_async.messages import Task
 from rl_async.pictures import read_picture
 from rl_async.reward_loop.api import Conversation
