@@ -1,6 +1,6 @@
 """The agent programs of the trial: what is installed, how one is started, and what the tiny model says to it.
 
-To add one, add a line; its own program, if it is a library, goes to ``players``.
+To add one, add a line; a library also gets a function in ``players/libraries.py``.
 """
 
 from collections.abc import Mapping
@@ -36,8 +36,8 @@ class Client:
         return self.packages[0].replace("==", "@").rpartition("@")[2]
 
 
-def player(file: str, *words: str) -> tuple[str, ...]:
-    return (PYTHON, str(PLAYERS / file), *words, "{prompt}")
+def player(library: str) -> tuple[str, ...]:
+    return (PYTHON, str(PLAYERS / "libraries.py"), library, "{prompt}")
 
 
 def shell(tool: str, argument: str, **more: str) -> Lines:
@@ -54,25 +54,23 @@ OPENCODE_CONFIG = (
 )
 
 CLIENTS: dict[str, Client] = {
-    "openai-chat": Client(OPENAI, player("openai_client.py", "chat"), folder="openai"),
-    "openai-streaming": Client(OPENAI, player("openai_client.py", "stream"), folder="openai"),
-    "openai-responses": Client(OPENAI, player("openai_client.py", "responses"), folder="openai"),
-    "anthropic": Client(("anthropic==2.12.0",), player("anthropic_client.py"), Lines(thinks=True)),
-    "openai-agents": Client(("openai-agents==0.24.0",), player("agents_sdk.py")),
-    "langgraph": Client(
-        ("langgraph==1.2.22", "langchain==1.4.7", "langchain-openai==1.7.3"), player("langgraph_agent.py")
-    ),
+    "openai-chat": Client(OPENAI, player("openai-chat"), folder="openai"),
+    "openai-streaming": Client(OPENAI, player("openai-streaming"), folder="openai"),
+    "openai-responses": Client(OPENAI, player("openai-responses"), folder="openai"),
+    "anthropic": Client(("anthropic==2.12.0",), player("anthropic"), Lines(thinks=True)),
+    "openai-agents": Client(("openai-agents==0.24.0",), player("openai-agents")),
+    "langgraph": Client(("langgraph==1.2.22", "langchain==1.4.7", "langchain-openai==1.7.3"), player("langgraph")),
     "smolagents": Client(
         ("smolagents[openai]==1.26.0",),
-        player("smolagents_agent.py"),
+        player("smolagents"),
         Lines(last='{"answer": "N"}', last_tool="final_answer", shown="Observation:\nN"),
     ),
     "pydantic-ai": Client(
         ("pydantic-ai-slim[openai]==2.68.0",),
-        player("pydantic_agent.py"),
+        player("pydantic-ai"),
         Lines(last='{"digit": N}', last_tool="final_result"),
     ),
-    "litellm": Client(("litellm[mcp]==1.106.2",), player("litellm_client.py")),
+    "litellm": Client(("litellm[mcp]==1.106.2",), player("litellm")),
     "ai-sdk": Client(
         ("ai@6.0.326", "@ai-sdk/openai@3.0.141", "zod@4.6.7"),
         ("node", str(PLAYERS / "ai_sdk.mjs"), "{client}", "{prompt}"),
