@@ -7,7 +7,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -183,3 +183,15 @@ def make_rows(step: int, groups: int = 4, samples: int = 4, seed: int = 0) -> li
                 )
             )
     return rows
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """Collectives among this process alone, also on a GPU where there is one."""
+    import torch
+    from torch import distributed as dist
+
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -5,7 +5,7 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -107,14 +107,6 @@ def test_the_engine_agrees_with_a_plain_forward_pass_on_cuda(
 
 
 NO_GPU = None if torch.cuda.is_available() else "no CUDA device on this machine"
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    """Collectives among this process alone."""
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def logprobs(folder: Path, dtype: str, config: TrainerConfig) -> tuple[Tensor, float]:

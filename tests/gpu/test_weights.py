@@ -28,6 +28,7 @@ from tests.support.weights import TrainerRanks, whole_weights
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("one_rank"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
 ]
 
@@ -52,14 +53,6 @@ for line in sys.stdin:
     receiver.update(msgspec.json.decode(line, type=UpdateInfo))
 receiver.close()
 """
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    """Collectives among this process alone."""
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def filled(value: float) -> list[Bucket]:

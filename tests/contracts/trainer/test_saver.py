@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -117,15 +117,7 @@ def until_killed(root: Path) -> None:
     saver.wait()
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """One rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_a_checkpoint_killed_halfway_is_never_picked_up(tmp_path: Path, alone: None) -> None:
+def test_a_checkpoint_killed_halfway_is_never_picked_up(tmp_path: Path, one_rank: None) -> None:
     victim = Forked("tests.contracts.trainer.test_saver", str(tmp_path))
     assert victim.first_line() == "half written"
     victim.kill()
@@ -139,7 +131,7 @@ def test_a_checkpoint_killed_halfway_is_never_picked_up(tmp_path: Path, alone: N
     assert (tmp_path / "step-000004" / "weights").read_bytes() == b"halfwhole"
 
 
-def test_training_goes_on_while_it_is_written_and_the_next_one_waits(tmp_path: Path, alone: None) -> None:
+def test_training_goes_on_while_it_is_written_and_the_next_one_waits(tmp_path: Path, one_rank: None) -> None:
     saver = Saver(tmp_path, keep=9, timeout_s=WAIT_S)
     go_on = threading.Event()
     save(saver, 1, Half(lambda: assert_(go_on.wait(WAIT_S))))
@@ -152,7 +144,7 @@ def test_training_goes_on_while_it_is_written_and_the_next_one_waits(tmp_path: P
 
 
 @pytest.mark.parametrize("kind", [OSError, SafetensorError])
-def test_a_failure_in_the_background_is_raised_by_name(tmp_path: Path, alone: None, kind: type[Exception]) -> None:
+def test_a_failure_in_the_background_is_raised_by_name(tmp_path: Path, one_rank: None, kind: type[Exception]) -> None:
     saver = Saver(tmp_path, keep=9, timeout_s=WAIT_S)
     save(saver, 3, Half())
     saver.wait()
@@ -163,14 +155,14 @@ def test_a_failure_in_the_background_is_raised_by_name(tmp_path: Path, alone: No
     assert newest_whole(tmp_path) == tmp_path / "step-000003"
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_by_name(tmp_path: Path, alone: None) -> None:
+def test_a_folder_that_cannot_be_made_is_an_error_by_name(tmp_path: Path, one_rank: None) -> None:
     (tmp_path / "file").touch()
     saver = Saver(tmp_path / "file" / "checkpoints", keep=9, timeout_s=WAIT_S)
     with pytest.raises(CheckpointFailed, match=r"step 3: rank 0: .*Not a directory"):
         save(saver, 3, Half())
 
 
-def test_one_that_takes_too_long_is_an_error(tmp_path: Path, alone: None) -> None:
+def test_one_that_takes_too_long_is_an_error(tmp_path: Path, one_rank: None) -> None:
     saver = Saver(tmp_path, keep=9, timeout_s=0.2)
     end = threading.Event()
     save(saver, 1, Half(lambda: assert_(end.wait(WAIT_S))))
@@ -187,7 +179,7 @@ def raise_(error: Exception) -> None:
     raise error
 
 
-def test_a_replaced_trainer_gives_no_checkpoint_a_name_and_deletes_none(tmp_path: Path, alone: None) -> None:
+def test_a_replaced_trainer_gives_no_checkpoint_a_name_and_deletes_none(tmp_path: Path, one_rank: None) -> None:
     root = tmp_path / "checkpoints"
     lineage = next_lineage(tmp_path, resuming=False)
     saver = Saver(root, 1, WAIT_S, check_lineage=lambda: require_newest(tmp_path, lineage))
@@ -202,7 +194,7 @@ def test_a_replaced_trainer_gives_no_checkpoint_a_name_and_deletes_none(tmp_path
 
 @pytest.mark.parametrize("swept", [False, True])
 def test_a_trainer_that_was_frozen_while_it_wrote_leaves_its_successor_s_checkpoint_of_that_step_whole(
-    tmp_path: Path, alone: None, swept: bool
+    tmp_path: Path, one_rank: None, swept: bool
 ) -> None:
     root, thawed = tmp_path / "checkpoints", threading.Event()
     next_lineage(tmp_path, resuming=False)
@@ -227,7 +219,7 @@ def test_a_trainer_that_was_frozen_while_it_wrote_leaves_its_successor_s_checkpo
 
 
 def test_a_replaced_trainer_that_named_its_checkpoint_at_the_last_moment_deletes_none(
-    tmp_path: Path, alone: None
+    tmp_path: Path, one_rank: None
 ) -> None:
     names: list[list[str]] = []
 

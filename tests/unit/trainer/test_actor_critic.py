@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-import torch.distributed as dist
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from torch import Tensor
@@ -195,17 +194,13 @@ def test_a_critic_of_its_own_leaves_the_policy_loss_alone() -> None:
     assert learns.shared_loss() == 0.0
 
 
-def test_metrics_are_over_the_values_before_the_step() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        learns = critic_update(ALONE, inputs(), CriticConfig(), NO_OUTCOMES)
-        assert learns is not None
-        parts = [micro([0, 1, 2, 3, 4, 5])]
-        for _ in range(2):
-            teach(learns, FakeCritic(torch.ones(ROWS, WIDTH), parts), list(range(ROWS)))
-        metrics = learns.metrics()
-    finally:
-        dist.destroy_process_group()
+def test_metrics_are_over_the_values_before_the_step(one_rank: None) -> None:
+    learns = critic_update(ALONE, inputs(), CriticConfig(), NO_OUTCOMES)
+    assert learns is not None
+    parts = [micro([0, 1, 2, 3, 4, 5])]
+    for _ in range(2):
+        teach(learns, FakeCritic(torch.ones(ROWS, WIDTH), parts), list(range(ROWS)))
+    metrics = learns.metrics()
     values, returns, mask = targets(inputs(), 0.8)
     values, returns = values[mask].double(), returns[mask].double()
     assert metrics["critic/values_mean"] == pytest.approx(values.mean().item(), rel=1e-5)

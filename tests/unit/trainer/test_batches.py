@@ -4,7 +4,7 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -131,13 +130,6 @@ class ChangedRowsQueue(SourceQueue):
         return answer
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def take(queue: ChangedRowsQueue, folder: Path) -> list[Trajectory]:
     source = QueueSource(queue, 1.0, Recorder(folder, 2, 0, is_recorder=False).refused)
     batch = take_batch(5, source, StopRequest(), CONFIG, pure_data_parallel(), RowCost(0, 0))
@@ -145,12 +137,12 @@ def take(queue: ChangedRowsQueue, folder: Path) -> list[Trajectory]:
     return list(batch.rows.values())
 
 
-def test_rows_that_were_lost_are_asked_for_again(alone: None, tmp_path: Path) -> None:
+def test_rows_that_were_lost_are_asked_for_again(one_rank: None, tmp_path: Path) -> None:
     rows = make_rows(5, groups=1, samples=2)
     assert take(ChangedRowsQueue(RowsLost("gone"), rows), tmp_path) == rows
 
 
-def test_a_batch_has_its_rows_and_the_images_that_these_show(alone: None) -> None:
+def test_a_batch_has_its_rows_and_the_images_that_these_show(one_rank: None) -> None:
     rows, shown = make_rows(5, groups=1, samples=2), list[list[Trajectory]]()
     reserved = Reserved(step=5, headers=[row.header() for row in rows])
 
@@ -171,7 +163,7 @@ def test_a_batch_has_its_rows_and_the_images_that_these_show(alone: None) -> Non
     assert (batch.step, batch.headers, batch.media) == (5, reserved.headers, {"sha256": b"picture"})
 
 
-def test_changed_rows_are_recorded_by_any_rank_and_never_trained(alone: None, tmp_path: Path) -> None:
+def test_changed_rows_are_recorded_by_any_rank_and_never_trained(one_rank: None, tmp_path: Path) -> None:
     rows = make_rows(5, groups=1, samples=2)
     changed = msgspec.structs.replace(rows[1], token_ids=rows[1].token_ids + 1)
     with pytest.raises(RowsChanged):
@@ -182,7 +174,7 @@ def test_changed_rows_are_recorded_by_any_rank_and_never_trained(alone: None, tm
 
 
 def test_a_rank_with_intact_rows_ends_with_the_one_whose_rows_changed(
-    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batches, "agreed", lambda *_, **__: (False, False))
     with pytest.raises(RowsChanged) as caught:
@@ -190,7 +182,7 @@ def test_a_rank_with_intact_rows_ends_with_the_one_whose_rows_changed(
     assert caught.value.tokens_hash == {}, "another rank's log names them"
 
 
-def test_ranks_go_on_only_if_no_row_of_any_changed(alone: None) -> None:
+def test_ranks_go_on_only_if_no_row_of_any_changed(one_rank: None) -> None:
     headers = [row.header() for row in make_rows(0)]
     assert agreed(headers, intact=True, fetched=True) == (True, True)
     assert agreed(headers, intact=True, fetched=False) == (True, False)
