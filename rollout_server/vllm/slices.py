@@ -152,14 +152,17 @@ class _CopiesWatched(TorchDispatchMode):
             self.exact &= not any(_may_overlap(args[0], filled) for filled in self._filled)
             return args[0]
         if function._schema.is_mutable:
-            # Embeddings fill the rows behind their vocabulary.
-            self._filled.append(args[0])
-            self.exact &= function in FILLS and not any(_may_overlap(args[0], copied) for _, copied in self.copies)
+            if function in FILLS:
+                self._filled.append(args[0])
+                self.exact &= not any(_may_overlap(args[0], copied) for _, copied in self.copies)
+            else:
+                self.exact = False
             if not args[0].is_meta:
                 return args[0]
         return function(*args, **(kwargs or {}))
 
 
+# Embeddings fill the rows behind their vocabulary.
 FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 
 
