@@ -795,10 +795,6 @@ class LongPoll(Request[R], Generic[R]):
         raise NotImplementedError
 
 
-Role = Literal["worker", "trainer", "operator", "reader", "shard"]
-ROLES: tuple[Role, ...] = get_args(Role)
-
-
 class Hello(Request[Welcome], kw_only=True):
     """First message of every connection. Any role -> queue.
 

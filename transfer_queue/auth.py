@@ -25,7 +25,7 @@ from rl_async.configs.derived import key_folder
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.suggestions import nearest
 from rl_async.errors import UserError
-from rl_async.messages import ROLES, Role
+from rl_async.process.http_auth import ROLES, Role
 
 log = logging.getLogger("rl_async.queue")
 

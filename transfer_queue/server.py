@@ -39,7 +39,7 @@ from rl_async.configs.schema.run import QueueConfig, RunConfig
 from rl_async.configs.suggestions import nearest
 from rl_async.errors import JournalError, ProtocolError, UserError
 from rl_async.files import UNDECODABLE
-from rl_async.messages import Role
+from rl_async.process.http_auth import Role
 from rl_async.process.private_folder import make_private
 from rl_async.transfer_queue import transitions as t
 from rl_async.transfer_queue import wire

@@ -17,7 +17,8 @@ import msgspec
 from rl_async import messages as m
 from rl_async.configs.derived import unbounded
 from rl_async.errors import ProtocolError
-from rl_async.messages import ROLES, Frame, Role
+from rl_async.messages import Frame
+from rl_async.process.http_auth import ROLES, Role
 from rl_async.transfer_queue import transitions as t
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.delivery import Delivery

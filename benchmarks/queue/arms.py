@@ -21,8 +21,9 @@ import uvloop
 import zmq
 
 from rl_async import messages
-from rl_async.messages import LeasedGroup, Role, Sampling, Task, Trajectory, Version, VersionRun
+from rl_async.messages import LeasedGroup, Sampling, Task, Trajectory, Version, VersionRun
 from rl_async.process.allocation import collect_rarely, reuse_freed_memory
+from rl_async.process.http_auth import Role
 from rl_async.transfer_queue.admission import QueueSettings
 from rl_async.transfer_queue.auth import AllowList, Authenticator, ClientKeys, ServerKeys, is_file, read_client_keys
 from rl_async.transfer_queue.client import QueueClient, SyncQueueClient

@@ -12,8 +12,7 @@ from typing import Any
 from rl_async.configs.engines import ENGINES
 from rl_async.errors import EXIT_SIGNAL, UserError
 from rl_async.launcher.cli.training_commands import add_config, add_overrides, add_run
-from rl_async.messages import ROLES
-from rl_async.process.http_auth import make_tokens, token_from_environment
+from rl_async.process.http_auth import ROLES, make_tokens, token_from_environment
 
 
 def add_show(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,7 @@ import secrets
 import sys
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from rl_async.errors import EXIT_USER, UserError
 
@@ -38,6 +38,9 @@ _HOST = re.compile(r"(\[[^\[\]\s]*:[^\[\]\s]*\]|[^:\[\]\s]+)(?::([0-9]{0,5}))?")
 
 Audience = Literal["engines", "gateway", "metrics", "ranks"]
 AUDIENCES: tuple[Audience, ...] = ("engines", "gateway", "metrics", "ranks")
+# Roles of the queue's clients, by their keys (``transfer_queue/auth.py``).
+Role = Literal["worker", "trainer", "operator", "reader", "shard"]
+ROLES: tuple[Role, ...] = get_args(Role)
 Headers = Iterable[tuple[bytes, bytes]]
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

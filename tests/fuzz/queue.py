@@ -25,7 +25,7 @@ import zmq
 
 from rl_async import messages as m
 from rl_async.errors import ProtocolError
-from rl_async.messages import ROLES, Role
+from rl_async.process.http_auth import ROLES, Role
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.admission import QueueSettings
 from rl_async.transfer_queue.auth import AllowList, Authenticator, ClientKeys, ServerKeys

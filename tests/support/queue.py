@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rl_async.configs.load import load_resolved
-from rl_async.messages import Role, Task
+from rl_async.messages import Task
+from rl_async.process.http_auth import Role
 from rl_async.transfer_queue.auth import provide_keys, read_client_keys
 from rl_async.transfer_queue.client import ClientSettings, QueueClient, SyncQueueClient
 

@@ -18,7 +18,8 @@ import zmq
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import QueueConfig, RunConfig
 from rl_async.errors import AccessDenied, ProtocolError, QueueLost
-from rl_async.messages import Done, Media, Refused, Reserved, Role, Status, StatusReport, Version
+from rl_async.messages import Done, Media, Refused, Reserved, Status, StatusReport, Version
+from rl_async.process.http_auth import Role
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.admission import QueueSettings
 from rl_async.transfer_queue.auth import ClientKeys, make_client_keys, make_keys, read_client_keys, server_keys

@@ -18,7 +18,8 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.rollout import RolloutConfig
 from rl_async.configs.schema.run import QueueConfig, RedisConfig, RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
-from rl_async.messages import Commit, Done, LeasedGroup, Publish, Reserved, Role, StatusReport, Trajectory, Version
+from rl_async.messages import Commit, Done, LeasedGroup, Publish, Reserved, StatusReport, Trajectory, Version
+from rl_async.process.http_auth import Role
 from rl_async.process.private_folder import make_private
 from rl_async.transfer_queue.client import QueueClient
 from rl_async.transfer_queue.ledger import audit

@@ -20,8 +20,8 @@ from rl_async.configs.load import dump
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import EvalConfig, QueueConfig, RunConfig
 from rl_async.errors import QueueLost, UserError
-from rl_async.messages import ROLES, Done, Leased, NotReady, Refused, Task, Version
-from rl_async.process.http_auth import bearer, make_tokens, run_token
+from rl_async.messages import Done, Leased, NotReady, Refused, Task, Version
+from rl_async.process.http_auth import ROLES, bearer, make_tokens, run_token
 from rl_async.transfer_queue import QueueDataset, read_batches, serve
 from rl_async.transfer_queue.client import SyncQueueClient
 from rl_async.transfer_queue.delivery import numbered

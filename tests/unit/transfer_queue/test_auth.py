@@ -11,7 +11,7 @@ import zmq
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import QueueConfig, RunConfig
 from rl_async.errors import QueueLost, UserError
-from rl_async.messages import ROLES
+from rl_async.process.http_auth import ROLES
 from rl_async.transfer_queue.auth import (
     AllowList,
     client_keys,

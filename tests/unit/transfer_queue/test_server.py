@@ -21,7 +21,7 @@ import zmq
 from rl_async import messages as m
 from rl_async.configs.derived import ListedCode
 from rl_async.errors import JournalError, ProtocolError
-from rl_async.messages import ROLES
+from rl_async.process.http_auth import ROLES
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.admission import QueueSettings
 from rl_async.transfer_queue.auth import AllowList, make_client_keys, make_keys, read_client_keys
