@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import torch.distributed as dist
 
 from rl_async import tracing
 from rl_async.configs.load import load_config
@@ -72,13 +71,6 @@ def make_run(folder: Path, settings: EvalConfig = EvalConfig(), **given: Any) ->
     return Run(**parts | {"config": config, "folder": folder} | given)
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 class Heard:
     """Takes any call, and notes it with what it was given."""
 
@@ -95,7 +87,9 @@ class Heard:
 
 
 @pytest.mark.parametrize("ended", [True, False])
-def test_a_step_is_reported_with_an_evaluation_that_ended_during_it(alone: None, tmp_path: Path, ended: bool) -> None:
+def test_a_step_is_reported_with_an_evaluation_that_ended_during_it(
+    one_rank: None, tmp_path: Path, ended: bool
+) -> None:
     result = SimpleNamespace(metrics=lambda: {"eval/reward": 0.5}) if ended else None
     evaluations, tracking = Heard(after_step=result), Heard()
     own: Any = {"depth": SimpleNamespace(depth=lambda: {"depth": 1.0})}
@@ -113,14 +107,14 @@ def test_a_step_is_reported_with_an_evaluation_that_ended_during_it(alone: None,
 
 @pytest.mark.parametrize(("durable", "kept"), [(None, []), (20, [("checkpointed", 20)])])
 def test_batches_before_a_durable_checkpoint_are_let_go(
-    alone: None, tmp_path: Path, durable: int | None, kept: list[tuple[Any, ...]]
+    one_rank: None, tmp_path: Path, durable: int | None, kept: list[tuple[Any, ...]]
 ) -> None:
     source = Heard()
     make_run(tmp_path, source=source, saver=Heard(durable=durable)).retire()
     assert source.calls == kept
 
 
-def test_the_final_weights_are_evaluated_before_the_end_which_says_so(alone: None, tmp_path: Path) -> None:
+def test_the_final_weights_are_evaluated_before_the_end_which_says_so(one_rank: None, tmp_path: Path) -> None:
     results = [SimpleNamespace(step=step, metrics=lambda step=step: {"eval/step": step}) for step in (4, 10)]
     parts = {name: Heard() for name in ("profiler", "memory", "tracking", "recorder", "stop")}
     parts |= {"saver": Heard(), "source": Heard(), "evaluations": Heard(finish=results)}
@@ -357,7 +351,7 @@ def trainer(folder: Path, **given: Any) -> tuple[Run, dict[str, Heard]]:
 
 
 def test_a_checkpoint_has_the_step_the_lineage_and_what_the_controller_and_the_queue_had_come_to(
-    alone: None, tmp_path: Path
+    one_rank: None, tmp_path: Path
 ) -> None:
     run, parts = trainer(tmp_path, kl=SimpleNamespace(coef=0.25), source=Heard(snapshot=b"queue"))
     run.checkpoint(7)
@@ -368,7 +362,7 @@ def test_a_checkpoint_has_the_step_the_lineage_and_what_the_controller_and_the_q
 
 @pytest.mark.parametrize(("completed", "newest", "saves"), [(7, 4, True), (7, 7, False), (5, 0, False)])
 def test_a_trainer_that_leaves_saves_what_no_checkpoint_has(
-    alone: None, tmp_path: Path, completed: int, newest: int, saves: bool
+    one_rank: None, tmp_path: Path, completed: int, newest: int, saves: bool
 ) -> None:
     saver = Heard(durable=completed)
     saver.newest = newest  # type: ignore[attr-defined]
@@ -381,7 +375,7 @@ def test_a_trainer_that_leaves_saves_what_no_checkpoint_has(
 
 
 def test_the_guards_word_reaches_the_queue_and_the_log(
-    alone: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    one_rank: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     verdicts = {2: GuardAction(), 3: GuardAction(warning="the policy drifts"), 4: GuardAction(max_staleness=1)}
     run, parts = trainer(tmp_path, guard=SimpleNamespace(observe=lambda step, metrics: verdicts[step]))
@@ -392,7 +386,7 @@ def test_the_guards_word_reaches_the_queue_and_the_log(
     assert caplog.messages[0] == "the policy drifts" and "1" in caplog.messages[1]
 
 
-def test_micro_batches_are_counted_for_the_live_view(alone: None, tmp_path: Path) -> None:
+def test_micro_batches_are_counted_for_the_live_view(one_rank: None, tmp_path: Path) -> None:
     make_run(tmp_path).progress()("training", 3, 8)
     found = read_progress(tmp_path, "trainer-0")
     assert found is not None and (found.work, found.done, found.total, found.unit) == (
