@@ -2,7 +2,7 @@
 
 The tables are the only list of them. ``register`` (``plugin.py``) refuses to start a vLLM that lacks one of
 ``TOUCHED``, so that an engine never trains with half of the patches; one that lacks names of a feature refuses that.
-``tests/contracts/engines/test_vllm_versions.py`` looks each of them up in the sources of other versions, with the
+``tests/contracts/engines/test_vllm.py`` looks each of them up in the sources of other versions, with the
 parameters that we pass. Imports nothing of vLLM by itself.
 
 Below stand the parts of a server that vLLM has from 0.32 on, for older ones: above all the version behind each token.

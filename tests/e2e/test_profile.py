@@ -19,12 +19,12 @@ import pytest
 from rl_async.process.role import py_spy
 from rl_async.process.run_files import PHASES
 from tests.chaos.agents.kinds import TASKS
-from tests.chaos.agents.loop import write_tasks
+from tests.chaos.agents.user_code import write_tasks
 from tests.e2e.small_runs import HARDLY_WARM, call, start, succeed
 from tests.support.forked import Forked
 from tests.support.ports import free_port
 
-LOOP = Path(__file__).parents[1] / "chaos" / "agents" / "loop.py"
+LOOP = Path(__file__).parents[1] / "chaos" / "agents" / "user_code.py"
 SMALL = [
     *("data.train_batch_groups=2", "rollout.group_size=2", "trainer.steps=500", "eval.every=0", "eval.tasks=2"),
     *("trainer.ranks=2", "trainer.profile={steps: [1]}", f"agent.loop={LOOP}:play", f"data.path={TASKS}"),

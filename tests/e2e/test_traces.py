@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from tests.chaos.agents.kinds import TASKS
-from tests.chaos.agents.loop import write_tasks
+from tests.chaos.agents.user_code import write_tasks
 from tests.e2e.small_runs import HARDLY_WARM, succeed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
 for module in ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http", "opentelemetry.proto"):
     pytest.importorskip(module, reason="python -m pip install 'rl-async[otel]' installs OpenTelemetry's SDK")
-LOOP = Path(__file__).parents[1] / "chaos" / "agents" / "loop.py"
+LOOP = Path(__file__).parents[1] / "chaos" / "agents" / "user_code.py"
 SMALL = [
     *("data.train_batch_groups=2", "rollout.group_size=2", "trainer.steps=3", "eval.every=0", "eval.tasks=4"),
     *(f"agent.loop={LOOP}:play", f"data.path={TASKS}", *HARDLY_WARM),

@@ -32,7 +32,7 @@ from tests.chaos.agents.kinds import (
     processes,
     victims,
 )
-from tests.chaos.agents.loop import write_tasks
+from tests.chaos.agents.user_code import write_tasks
 from tests.chaos.host.isolation import install, is_isolated, run_isolated, why_not_isolated
 
 START_S = 600.0  # until the first step, with data and model to make, on a busy machine

@@ -120,7 +120,7 @@ def _mount(*words: str | Path) -> None:
 ROOT = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).parent
 TASKS = "artifacts/calculator/tasks.jsonl"  # where the preset's other files are made
-PROGRAM = HERE / "program.py"
+USER_CODE, PROGRAM = HERE / "user_code.py", HERE / "program.py"
 SERVER = ROOT / "examples" / "mcp_calculator.py"
 # A server that leaves a process behind, in a session of its own, before it becomes the server. (Not by bash, which
 # reads ~/.bashrc where its input is a socket, and whatever that starts is killed in the middle, too.)
@@ -187,7 +187,7 @@ VICTIMS: dict[str, IsVictim] = {
     "keeper of an agent program": lambda process, _: guard.KEEP in process.argv,
     "rl-async play": lambda process, _: process.argv[1:4] == ("-m", "rl_async.launcher.cli", "play"),
 }
-LOOP = f"agent.loop={HERE / 'loop.py'}:play"
+LOOP = f"agent.loop={USER_CODE}:play"
 WORKERS = (LOOP, f"data.path={TASKS}", "agent.workers=2", "agent.concurrency=4")
 KINDS = {
     "mcp": Kind(
@@ -203,7 +203,7 @@ KINDS = {
         (
             *WORKERS,
             "agent.tools=[]",
-            f"agent.environment={HERE / 'container.py'}:InContainer",
+            f"agent.environment={USER_CODE}:InContainer",
             "agent.environment_hosts={ready: 2, processes: 2}",
             "reward.functions=[{name: environment}]",
         ),

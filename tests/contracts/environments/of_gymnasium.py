@@ -3,7 +3,7 @@
 import pytest
 
 from rl_async.errors import ConfigError
-from tests.contracts.environments.playing import answered, session
+from tests.unit.agent_loop.fakes import answered, session
 
 
 async def test_a_world_in_text() -> None:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from rl_async.errors import EnvironmentFailed
-from tests.contracts.environments.playing import answered, session
 from tests.support.ports import free_port
+from tests.unit.agent_loop.fakes import answered, session
 
 OPTIONS = {"action": "message", "observation": "echoed_message"}
 

@@ -3,7 +3,7 @@
 import pytest
 
 from rl_async.errors import ConfigError
-from tests.contracts.environments.playing import session
+from tests.unit.agent_loop.fakes import session
 
 OPTIONS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "allow_negation": False}
 

@@ -13,9 +13,8 @@ from rl_async.agent_loop.tools.tool import Step
 from rl_async.errors import ConfigError
 from rl_async.messages import Task
 from rl_async.reward_loop.api import Score
-from tests.contracts.environments.playing import session
 from tests.unit.agent_loop.conftest import demos
-from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config
+from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config, session
 
 NIM = {"environment": "textarena:Nim-v0", "environment_options": {"num_players": 2, "piles": [1, 2]}}
 

@@ -8,7 +8,7 @@ import reasoning_gym
 import verifiers
 
 from rl_async.reward_loop.api import Score
-from tests.contracts.environments.playing import answered, session
+from tests.unit.agent_loop.fakes import answered, session
 
 
 @pytest.fixture(autouse=True)

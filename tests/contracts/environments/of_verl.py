@@ -13,7 +13,7 @@ from rl_async.agent_loop.environments.session import Session
 from rl_async.agent_loop.tools.tool import CallableTool, ToolResult
 from rl_async.reward_loop.api import Score
 from rl_async.transfer_queue.dataset import open_rows, to_task
-from tests.contracts.environments.playing import session
+from tests.unit.agent_loop.fakes import session
 
 MODULES = Path(__file__).with_name("modules")
 CONFIG = """

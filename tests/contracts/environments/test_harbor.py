@@ -14,7 +14,7 @@ from rl_async.agent_loop.environments.session import Session
 from rl_async.errors import ConfigError, DataError, EnvironmentFailed
 from rl_async.reward_loop.api import Score
 from rl_async.sandbox.bubblewrap import INSTALL
-from tests.contracts.environments.playing import session
+from tests.unit.agent_loop.fakes import session
 
 TASKS = Path(__file__).parents[3] / "examples/harbor"
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason=f"bwrap is not here; {INSTALL} installs it")

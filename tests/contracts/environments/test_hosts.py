@@ -366,8 +366,15 @@ async def test_samples_of_a_killed_host_are_played_again_and_each_is_trained_onc
     assert all(row.attempt > 0 for row in rows) and all(row.reward == 1.0 for row in rows)
 
 
+async def hold(folder: Path) -> None:
+    """Hold an environment in a host as a worker does: ``python -m tests.contracts.environments.test_hosts FOLDER``."""
+    async with hosted("Parent", folder) as environments, environments.open(task("held")) as parent:
+        print("in a step", flush=True)
+        await parent.step("go")
+
+
 def test_nothing_is_left_of_a_worker_that_is_killed(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "tests.contracts.environments.holder", str(tmp_path)]
+    argv = [sys.executable, "-m", "tests.contracts.environments.test_hosts", str(tmp_path)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=HERE.parents[2]) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "in a step\n"
@@ -402,3 +409,7 @@ async def test_what_a_killed_host_had_started_is_ended(tmp_path: Path, killed: s
             again, child = json.loads((tmp_path / "pids-b").read_text())
             assert again != host
     assert state_of(again) in ENDED and state_of(child) in ENDED
+
+
+if __name__ == "__main__":
+    asyncio.run(hold(Path(sys.argv[1])))

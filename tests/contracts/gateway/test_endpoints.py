@@ -30,7 +30,7 @@ from tests.contracts.gateway.peers import CALL, RunningGateway
 from tests.support.forked import fork
 from tests.unit.agent_loop.conftest import demos
 from tests.unit.agent_loop.fakes import leased, run_config
-from tests.unit.rollout_server.test_routing import TOO_LARGE
+from tests.unit.rollout_server.test_pool import TOO_LARGE
 
 END = "<|im_end|>"
 USER = {"role": "user", "content": "a?"}

@@ -1,10 +1,15 @@
 """``rl-async play`` with real processes: graded, crashed, killed, interrupted, and nothing is left of any."""
 
+import http.server
+import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +26,8 @@ from rl_async.launcher.play import KEPT_BYTES, CannotStart, StopPipe, started
 from rl_async.process import guard
 from rl_async.process.http_auth import make_tokens
 from rl_async.process.run_files import ENDED, Endpoints, state_of, write_endpoints
+from rl_async.sandbox.bubblewrap import INSTALL
+from tests.agent_programs import confine
 from tests.contracts.gateway.peers import RunningGateway
 from tests.unit.agent_loop.conftest import demos
 from tests.unit.agent_loop.fakes import leased, run_config
@@ -311,3 +318,89 @@ def test_a_program_that_cannot_be_started_does_not_wait_for_the_deadline(tmp_pat
     with StopPipe() as stop, started([str(script)], episode) as program:
         ended = program.wait(150.0, stop)
         assert ended.exit_code == guard.CANNOT_START and "cannot start" in ended.last_words
+
+
+# The confinement of `python -m tests.agent_programs`: its program reaches the gateway, and nothing else.
+
+
+PROGRAM = """
+import json, os, socket, sys, urllib.error, urllib.request
+def reached(url):
+    try:
+        return urllib.request.urlopen(url).status
+    except urllib.error.URLError as error:
+        return type(error.reason).__name__
+def written(path):
+    try:
+        open(path, "w").close()
+        return True
+    except OSError:
+        return False
+def connected(path):
+    try:
+        socket.socket(socket.AF_UNIX).connect(path)
+        return True
+    except OSError:
+        return False
+_, ours, other, elsewhere, bound, own = sys.argv
+home = [os.path.exists(own), written(os.path.expanduser("~/mine"))]
+found = [connected(bound), reached(ours), reached(other), written("x"), written(elsewhere), *home]
+print(json.dumps(found))
+sys.exit(3)
+"""
+
+
+class Here(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def urls() -> Iterator[list[str]]:
+    """Two servers of this machine; the first plays the gateway."""
+    servers = [http.server.ThreadingHTTPServer(("127.0.0.1", 0), Here) for _ in range(2)]
+    for server in servers:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield [f"http://127.0.0.1:{server.server_port}/v1" for server in servers]
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture(params=[False, True], ids=["as it is", "with a link to the environment"])
+def checkout(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
+    """The interpreter and the `confine.py` of this checkout, or of one whose environment is a link."""
+    if not request.param:
+        return Path(sys.executable), Path(confine.__file__)
+    (script := tmp_path / "checkout" / "tests" / "agent_programs" / "confine.py").parent.mkdir(parents=True)
+    shutil.copy(confine.__file__, script)
+    (environment := tmp_path / "checkout" / ".venv").symlink_to(Path(sys.prefix).resolve())
+    return environment / "bin" / "python", script
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason=f"bwrap is not here; {INSTALL} installs it")
+def test_a_confined_program_reaches_the_gateway_only_and_writes_to_its_folder_only(
+    urls: list[str], tmp_path: Path, checkout: tuple[Path, Path]
+) -> None:
+    python, script = checkout
+    workspace = tmp_path / "episode" / "workspace"
+    workspace.mkdir(parents=True)
+    workspace.with_name("home").mkdir()
+    elsewhere = tmp_path / "elsewhere"
+    with (
+        tempfile.TemporaryDirectory(dir="/var/tmp") as folder,
+        tempfile.NamedTemporaryFile(dir=Path.home()) as own,
+        socket.socket(socket.AF_UNIX) as listener,
+    ):
+        listener.bind(bound := f"{folder}/bound")
+        listener.listen()
+        program = [str(python), "-c", PROGRAM, *urls, str(elsewhere), bound, own.name]
+        command = [str(python), str(script), urls[0], str(tmp_path), "--", *program]
+        done = subprocess.run(command, cwd=workspace, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 3, done.stderr
+    assert json.loads(done.stdout) == [False, 200, "ConnectionRefusedError", True, False, False, True]
+    assert (workspace / "x").exists() and (workspace.parent / "home" / "mine").exists() and not elsewhere.exists()

@@ -30,7 +30,7 @@ from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from tests.conftest import vllm_python
 from tests.contracts.oracles.oracle import oracle_python
 from tests.support.tiny_models import byte_tokenizer
-from tests.unit.agent_loop.chat_formats.test_render import CHATML, XML
+from tests.unit.agent_loop.test_chat_formats import CHATML, XML
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.contracts.power import queue, trainer
 from tests.contracts.power.writers import LINE, REPLACED
-from tests.support.power.cuts import broken, record, states
+from tests.support.power.cuts import broken, build_recorder, record, states
 
 POINTS = 15
 
@@ -116,3 +116,14 @@ def test_a_program_that_changes_files_unseen_is_refused(recorder: Path, tmp_path
     mapped = record(recorder, "tests.contracts.power.writers", ["mapped"], tmp_path / "mapped", tmp_path / "log2")
     with pytest.raises(AssertionError, match="mmap"):
         list(states(mapped, tmp_path / "mapped", random.Random(0)))
+
+
+# The recorder, compiled once.
+
+
+@pytest.fixture(scope="session")
+def recorder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    try:
+        return build_recorder(tmp_path_factory.mktemp("recorder"))
+    except FileNotFoundError:
+        pytest.skip("no C compiler here; install one with: apt-get install gcc")

@@ -1,4 +1,4 @@
-"""One rank of the processes of test_ranks.py: part of a trainer, of a receiver like a TP engine, or of both.
+"""One rank of the processes of test_transport.py: part of a trainer, of a receiver like a TP engine, or of both.
 
 The receiver holds an engine's fused parameters and compares each with whole weights that were cut by torch's own
 ``chunk`` and ``cat``, without a layout. Prints a line of JSON per scenario.

@@ -136,7 +136,7 @@ def test_a_pause_of_the_whole_machine_costs_no_lease_shard_sample_or_engine(work
 
 # A whole run whose environments start slowly in hosts of their own, one of which is killed.
 
-CONTAINER = Path(__file__).parents[2] / "chaos" / "agents" / "container.py"
+CONTAINER = Path(__file__).parents[2] / "chaos" / "agents" / "user_code.py"
 START_S = 3.0
 STEPS = 4
 

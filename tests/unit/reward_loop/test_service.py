@@ -21,7 +21,7 @@ from rl_async.reward_loop.model_client import RateLimit
 from rl_async.reward_loop.scorer_process import MOST_BYTES
 from rl_async.reward_loop.service import RewardService
 from rl_async.transfer_queue.dataset import open_rows, to_task
-from tests.unit.agent_loop.chat_formats.test_format import CHATS, THOUGHT
+from tests.unit.agent_loop.test_chat_formats import CHATS, THOUGHT
 from tests.unit.reward_loop.outside import score, task, trajectory
 
 USER = Path(__file__).with_name("user_scorers.py")

@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import ProfilerActivity, profile
@@ -26,10 +27,11 @@ from rl_async.errors import DataError, UserError
 from rl_async.launcher.plan.memory import size_of
 from rl_async.launcher.sources import overridden_folder
 from rl_async.messages import Sampling
-from rl_async.model_files import experts_of
+from rl_async.model_files import INDEX, ONE_FILE, experts_of
 from rl_async.rollout_server.embedded.core import EngineCore, Sequence, why_not_served
 from rl_async.trainer.backend import OutputName, Outputs
 from rl_async.trainer.batches import MicroBatch
+from rl_async.trainer.export import copy_text_files
 from rl_async.trainer.families import FAMILIES
 from rl_async.trainer.fsdp2 import KEPT, Fsdp2Backend
 from rl_async.trainer.model import REPLAYED, Head, build_headed, why_not_replayed, why_prefixes_apart
@@ -53,11 +55,8 @@ from tests.support.rounding import (
     to_float64,
     unit_roundoff,
 )
-from tests.support.tiny_models import pickled, sparse_model
+from tests.support.tiny_models import byte_tokenizer, pickled, sparse_model
 from tests.support.weights import whole_weights
-
-pytestmark = pytest.mark.usefixtures("one_rank")
-
 
 TRAINING = TrainerConfig(learning_rate=1e-2, minibatches=1)
 
@@ -81,6 +80,7 @@ def trained(folder: Path, head: Head, dtype: str = "float32") -> Fsdp2Backend:
     return backend
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_a_critic_gives_values_alone_and_a_new_one_says_zero(model_folder: Path) -> None:
     x = batch()
     outputs = Fsdp2Backend(str(model_folder), "float32", "cpu", None, "value").forward(x)
@@ -90,6 +90,7 @@ def test_a_critic_gives_values_alone_and_a_new_one_says_zero(model_folder: Path)
     assert not outputs.values.any()
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("head", ["value", "both"])
 def test_values_are_a_linear_function_of_the_state_before_each_token(model_folder: Path, head: Head) -> None:
     backend, x = trained(model_folder, head), batch()
@@ -114,6 +115,7 @@ def test_values_are_a_linear_function_of_the_state_before_each_token(model_folde
     assert values.abs().max() > 0
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_rank_gathers_weights_and_reduces_gradients_once_a_step(model_folder: Path, dtype: str) -> None:
     backend, x = Fsdp2Backend(str(model_folder), dtype, "cpu", TRAINING), batch()
@@ -135,6 +137,7 @@ def test_one_rank_gathers_weights_and_reduces_gradients_once_a_step(model_folder
     assert sum(event.name == "fsdp::chunk_cat" for event in recorded.events()) == parts
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_gathering_once_a_step_gives_the_gradients_of_gathering_for_every_micro_batch(model_folder: Path) -> None:
     """With weights offloaded a rank still gathers and reduces for each micro-batch."""
 
@@ -162,6 +165,7 @@ def test_gathering_once_a_step_gives_the_gradients_of_gathering_for_every_micro_
     assert off <= 1e-6 and largest > 1e-2
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_a_value_never_sees_the_token_it_precedes(model_folder: Path) -> None:
     backend, x = trained(model_folder, "value"), batch()
     before = backend.forward(x).values
@@ -173,6 +177,7 @@ def test_a_value_never_sees_the_token_it_precedes(model_folder: Path) -> None:
     assert not before[:, 6:].equal(after[:, 6:])
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_a_value_head_changes_neither_log_probabilities_nor_what_engines_get(model_folder: Path) -> None:
     x = batch()
     policy = Fsdp2Backend(str(model_folder), "float32", "cpu", TRAINING)
@@ -189,6 +194,7 @@ def test_a_value_head_changes_neither_log_probabilities_nor_what_engines_get(mod
         assert exported[name].equal(tensor)
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_values_are_regressed_in_float32_whatever_the_backbone_computes_in(model_folder: Path) -> None:
     backend = trained(model_folder, "both", "bfloat16")
     values = backend.forward(batch(), frozenset({"values"})).values
@@ -196,6 +202,7 @@ def test_values_are_regressed_in_float32_whatever_the_backbone_computes_in(model
     assert not values.equal(values.bfloat16().float()), "rounded to bfloat16"
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_a_critic_starts_from_a_saved_one_with_its_head(model_folder: Path, tmp_path: Path) -> None:
     first = trained(model_folder, "value")
     first.save(tmp_path)
@@ -207,6 +214,7 @@ def test_a_critic_starts_from_a_saved_one_with_its_head(model_folder: Path, tmp_
     assert got.equal(expected)
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_the_head_of_a_shared_critic_is_no_part_of_the_model_that_others_read(
     model_folder: Path, tmp_path: Path
 ) -> None:
@@ -218,12 +226,14 @@ def test_the_head_of_a_shared_critic_is_no_part_of_the_model_that_others_read(
     AutoModelForCausalLM.from_pretrained(tmp_path / "model")
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(("head", "key"), [("value", "critic.path"), ("both", "model.path")])
 def test_a_model_that_cannot_be_loaded_names_its_key(tmp_path: Path, head: Head, key: str) -> None:
     with pytest.raises(UserError, match=key):
         build_headed(str(tmp_path), head)
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(("head", "key"), [("value", "critic.path"), ("both", "model.path")])
 def test_weights_that_are_pickles_are_not_read(tmp_path: Path, model_folder: Path, head: Head, key: str) -> None:
     with pytest.raises(UserError, match=key):
@@ -268,6 +278,7 @@ def computed(backend: Fsdp2Backend, batch: Tensors, requested: frozenset[OutputN
     return {"loss": loss.detach(), **found}
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     ("kind", "head", "checkpointed"),
     [pytest.param(*case, marks=[pytest.mark.nightly] * (case[0] not in DISTINCT)) for case in CASES],
@@ -298,6 +309,7 @@ def test_shared_prefixes_change_neither_outputs_nor_gradients(
         assert_near(together_exact[name], exact[name], finer * bound, name)
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_shared_prefixes_in_bfloat16_differ_by_its_rounding(tmp_path: Path) -> None:
     saved("llama", tmp_path)
     batch = shared_rows(VOCAB)
@@ -314,6 +326,7 @@ def test_shared_prefixes_in_bfloat16_differ_by_its_rounding(tmp_path: Path) -> N
     assert errors[0].abs().max() <= LARGEST * errors[1].abs().max()
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     ("kind", "options", "reason"),
     [
@@ -333,6 +346,7 @@ def test_what_cannot_share_says_why(
     assert reason is None or reason in told[0]
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     ("device", "dtype", "options"),
     [
@@ -415,6 +429,7 @@ def replayed(backend: Fsdp2Backend, batch: Tensors) -> tuple[Tensor, dict[str, T
     return outputs.logprobs.detach(), gradients, outputs.agreement
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     ("kind", "checkpointed"),
     [
@@ -450,6 +465,7 @@ def test_experts_are_the_records_and_weights_and_gradients_the_routers(
     assert 0.0 < agreement[there].mean() < 0.6, "two of four experts at random"
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_passes_may_all_precede_the_backward_passes(checkpointed: bool, tmp_path: Path) -> None:
     saved("qwen3_moe", tmp_path)
@@ -468,6 +484,7 @@ def test_passes_may_all_precede_the_backward_passes(checkpointed: bool, tmp_path
         assert_near(part.grad.full_tensor(), one + two, bound, name)  # type: ignore[union-attr]
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_rows_share_what_they_begin_with_as_far_as_their_experts_are_the_same(tmp_path: Path) -> None:
     saved("qwen3_moe", tmp_path)
     backend = Fsdp2Backend(str(tmp_path), "float32", "cpu", TrainerConfig())
@@ -494,6 +511,7 @@ def test_rows_share_what_they_begin_with_as_far_as_their_experts_are_the_same(tm
     assert_as_close(found, plainly, of_float64, TERMS)
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_records_of_other_models_are_refused(tmp_path: Path) -> None:
     saved("qwen3_moe", tmp_path)
     backend = Fsdp2Backend(str(tmp_path), "float32", "cpu", TrainerConfig())
@@ -504,6 +522,7 @@ def test_records_of_other_models_are_refused(tmp_path: Path) -> None:
             backend.forward(msgspec.structs.replace(batch, experts=wrong))
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.thinned("kind", 2)
 @pytest.mark.parametrize(
     ("kind", "options", "replays", "fails"),
@@ -535,6 +554,7 @@ def test_what_cannot_replay_says_so(
     assert not Fsdp2Backend(str(tmp_path), "float32", "cpu", config, trains=False).replays_routers, "a reference"
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_every_family_with_experts_is_known() -> None:
     sparse = {kind for kind in FAMILIES if experts_of(SimpleNamespace(**SPECIAL.get(kind, {})))}
     others = {"deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "gpt_oss"}
@@ -566,6 +586,7 @@ def undecided(model: Any) -> Any:
     return model
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("engine", ["bfloat16", "perturbed"])
 def test_replay_brings_the_trainer_closer_to_an_engine_whose_routers_decide_otherwise(
     engine: str, tmp_path: Path
@@ -582,6 +603,7 @@ def test_replay_brings_the_trainer_closer_to_an_engine_whose_routers_decide_othe
     assert with_replay.ess > without.ess
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_canaries_are_compared_through_the_experts_that_they_were_sampled_with(tmp_path: Path) -> None:
     model = undecided(sparse_model())
     model.save_pretrained(tmp_path)
@@ -594,6 +616,7 @@ def test_canaries_are_compared_through_the_experts_that_they_were_sampled_with(t
     assert compare(backend, [told, replace(told, experts=None)], 1.0) is not None, "one engine records none"
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_agreement_is_of_the_first_pass_over_trained_tokens_with_a_record() -> None:
     batch = recorded(shared_rows(VOCAB))
     assert batch.experts is not None
@@ -612,6 +635,7 @@ def test_agreement_is_of_the_first_pass_over_trained_tokens_with_a_record() -> N
 # Trainer and engine compute alike under ``model.override``, and exports record it.
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_trainer_and_engine_agree_under_it_and_the_canary_would_see_another(model_folder: Path, tmp_path: Path) -> None:
     folder = overridden_folder(model_folder, OverrideConfig(rope=RopeConfig(rope_type="linear", factor=16.0)), tmp_path)
     sequence = Sequence("0", [5, 9, 2, 7], Sampling(), 40, frozenset(), None, lambda _: None)
@@ -638,6 +662,7 @@ def test_trainer_and_engine_agree_under_it_and_the_canary_would_see_another(mode
     assert (bound.errors(sequence.tokens, plain.tolist(), 1.0) > 1).any()
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_the_attention_of_transformers_pads_rows_and_gives_the_same(model_folder: Path, tmp_path: Path) -> None:
     folder = overridden_folder(model_folder, OverrideConfig(attention="eager"), tmp_path)
     tensors = collate(make_rows(0)[:3], device="cpu")
@@ -654,6 +679,7 @@ def test_the_attention_of_transformers_pads_rows_and_gives_the_same(model_folder
     assert written[ATTENTION_KEY] == "eager"
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_an_implementation_that_is_not_installed_is_named(model_folder: Path, tmp_path: Path) -> None:
     folder = overridden_folder(model_folder, OverrideConfig(attention="flash_attention_2"), tmp_path)
     with pytest.raises(UserError, match=r"model\.path"):
@@ -679,6 +705,7 @@ def gradients(backend: Fsdp2Backend, batch: Tensors) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize(
     "kind",
@@ -700,6 +727,7 @@ def test_gradients_are_those_of_layers_that_keep_everything(kind: str, shares: b
         assert gradient.equal(selective[name]), name
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("kind", ["gpt_oss", "olmo"])
 def test_a_model_that_changes_what_is_kept_is_refused(kind: str, tmp_path: Path) -> None:
     saved(kind, tmp_path)
@@ -709,6 +737,7 @@ def test_a_model_that_changes_what_is_kept_is_refused(kind: str, tmp_path: Path)
         gradients(selective, shared_rows(MODEL_VOCAB))
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("shares", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_no_product_is_computed_again(shares: bool, tmp_path: Path) -> None:
     saved("qwen3", tmp_path)
@@ -736,6 +765,7 @@ class Kept(TorchDispatchMode):
         return out
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_the_plan_counts_what_layers_keep(tmp_path: Path) -> None:
     model = saved("qwen3", tmp_path)
     config = TrainerConfig(activation_checkpointing="selective")
@@ -747,3 +777,122 @@ def test_the_plan_counts_what_layers_keep(tmp_path: Path) -> None:
     size = size_of(model.config.to_dict())
     assert size is not None
     assert (size.selected - size.checkpointed) * int(batch.lengths.sum()) == kept.numbers > 0
+
+
+# Weights that do not fit the config are refused by name, before anything is allocated.
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+EXPERT = "model.layers.2.mlp.experts.1.up_proj.weight"
+
+
+def without(name: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda tensors: {key: tensor for key, tensor in tensors.items() if key != name}
+
+
+def with_experts_of(inner: int) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """Make the experts of another inner size than config.json says."""
+
+    def sized(name: str, tensor: Tensor) -> Tensor:
+        if ".experts." not in name:
+            return tensor
+        rows, columns = tensor.shape
+        return (
+            torch.ones(rows, inner) if name.endswith(("down_proj.weight", "w2.weight")) else torch.ones(inner, columns)
+        )
+
+    return lambda tensors: {name: sized(name, tensor) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "named"),
+    [
+        ("qwen3", without(NORM), NORM),
+        ("qwen3", lambda tensors: tensors | {NORM: torch.ones(63)}, NORM),
+        ("qwen3_moe", without(EXPERT), "model.layers.2.mlp.experts.gate_up_proj"),
+        ("qwen3_moe", with_experts_of(64), "model.layers.0.mlp.experts.down_proj"),
+        ("qwen3_moe", with_experts_of(16), "model.layers.0.mlp.experts.down_proj"),
+        ("mixtral", with_experts_of(200), "model.layers.0.mlp.experts.gate_up_proj"),
+        ("qwen3_moe", lambda tensors: tensors | {EXPERT: torch.ones(32, 63)}, "layers.2.mlp.experts.gate_up_proj"),
+    ],
+)
+def test_a_tensor_that_is_missing_or_of_another_shape_is_named(
+    tmp_path: Path, kind: str, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], named: str
+) -> None:
+    saved(kind, tmp_path)
+    build_headed(str(tmp_path), "policy")
+    save_file(change(load_file(tmp_path / ONE_FILE)), tmp_path / ONE_FILE, {"format": "pt"})
+    with pytest.raises(UserError, match=rf"model\.path.*{named}"):
+        build_headed(str(tmp_path), "policy")
+
+
+def test_a_quantized_model_is_refused(tmp_path: Path) -> None:
+    saved("qwen3", tmp_path)
+    file = tmp_path / "config.json"
+    quantized = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantized}))
+    with pytest.raises(UserError, match=r"model\.path.*quantization_config"):
+        build_headed(str(tmp_path), "policy")
+
+
+def test_experts_in_4_bits_are_read_as_the_format_says_and_trained_in_more(tmp_path: Path, one_rank: None) -> None:
+    """MXFP4: a sign, two bits of exponent and one of mantissa, times a power of two for every 32 numbers of a row."""
+    saved("gpt_oss", tmp_path)
+    file, draw = tmp_path / "config.json", torch.Generator().manual_seed(3)
+    quantized = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantized}))
+    tensors, expected = load_file(tmp_path / ONE_FILE), dict[str, Tensor]()
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    values = torch.cat([magnitudes, -magnitudes])
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        codes = torch.randint(16, (experts, rows, columns), generator=draw)
+        scales = torch.randint(120, 128, (experts, rows, columns // 32), generator=draw)
+        exact = values[codes] * torch.exp2(scales - 127.0).repeat_interleave(32, -1)
+        expected[name] = exact.transpose(1, 2)
+        low, high = codes[..., ::2], codes[..., 1::2]
+        tensors[name + "_blocks"] = (low | high << 4).to(torch.uint8).unflatten(-1, (-1, 16))
+        tensors[name + "_scales"] = scales.to(torch.uint8)
+    save_file(tensors, tmp_path / ONE_FILE, {"format": "pt"})
+    backend = Fsdp2Backend(str(tmp_path), "float32", "cpu", None)
+    found = dict(backend.model.lm.named_parameters())
+    for name, exact in expected.items():
+        assert found[name].full_tensor().equal(exact), name
+    assert not hasattr(backend.hf_config, "quantization_config"), "a saved model is not quantized"
+
+
+@pytest.mark.parametrize("index", ["{", '{"weight_map": {"x": "gone.safetensors"}}'])
+def test_an_index_that_cannot_be_followed_names_its_file(tmp_path: Path, index: str) -> None:
+    saved("qwen3", tmp_path)
+    (tmp_path / ONE_FILE).unlink()
+    (tmp_path / INDEX).write_text(index)
+    with pytest.raises(UserError, match=r"model\.path.*(index|gone)"):
+        build_headed(str(tmp_path), "policy")
+
+
+def test_no_parameter_has_memory_before_it_is_filled(tmp_path: Path) -> None:
+    saved("gemma3_text", tmp_path)
+    model, _ = build_headed(str(tmp_path), "policy")
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert {buffer.device.type for buffer in model.buffers()} == {"cpu"}
+    torch.nn.Linear(2, 2).weight.sum().item()  # and modules that are made later have some
+
+
+# What an exported model has beside its weights.
+
+
+TEMPLATE = "{% for message in messages %}{{ message.content + '<|im_end|>' }}{% endfor %}"
+
+
+def test_an_export_has_the_tokenizer_and_the_end_tokens_of_its_model(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    byte_tokenizer(TEMPLATE).save_pretrained(base)
+    copy_text_files(base, tmp_path / "without")
+    (base / "preprocessor_config.json").write_text('{"patch_size": 14}')
+    (base / "generation_config.json").write_text('{"eos_token_id": [1, 2], "temperature": 0.6}')
+    copy_text_files(base, tmp_path / "with")
+    for name in ("with", "without"):
+        assert (tmp_path / name / "tokenizer.json").is_file()
+    assert not (tmp_path / "without/generation_config.json").exists()
+    assert (tmp_path / "with/generation_config.json").read_bytes() == (base / "generation_config.json").read_bytes()
+    assert (tmp_path / "with/preprocessor_config.json").read_text() == '{"patch_size": 14}'

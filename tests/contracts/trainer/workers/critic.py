@@ -1,5 +1,5 @@
 """One rank that trains a policy and a critic on recorded rows, saves both, and loads them again; started by
-test_critic_ranks.py. Rank 0 leaves the tensors of both models, before and after the way over the disk, and metrics."""
+test_ranks.py. Rank 0 leaves the tensors of both models, before and after the way over the disk, and metrics."""
 
 import json
 import sys

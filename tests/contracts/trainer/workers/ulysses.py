@@ -1,4 +1,4 @@
-"""One of two ranks that compute models with rows of their own and with shared ones; started by test_ulysses.py.
+"""One of two ranks that compute models with rows of their own and with shared ones; started by test_sharding.py.
 
 ``python -m tests.contracts.trainer.workers.ulysses DEVICE FOLDER OUT NAME...``: DEVICE is cpu or cuda, models are
 FOLDER/NAME, and a name that begins with a head has it. Rank 0 writes the largest differences.

@@ -30,8 +30,7 @@ from rl_async.reward_loop.api import MOST_PARTS, MOST_REASON, PART_NAME
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from rl_async.transfer_queue.images import MARK, MOST_IMAGES
 from tests.support.tiny_models import byte_tokenizer, drawing
-from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config
-from tests.unit.agent_loop.gateway.fakes import FakeQueue, Gone, ask, begin, gateway
+from tests.unit.agent_loop.fakes import FakeQueue, Gone, ScriptedEngine, ask, begin, gateway, leased, run_config
 from tests.unit.agent_loop.test_episode import vision_chat
 
 

@@ -36,8 +36,7 @@ from rl_async.messages import Version, VersionRun
 from rl_async.rollout_server.api import GenerateResult, Routes
 from tests.support.seed import examples
 from tests.support.tiny_models import byte_tokenizer
-from tests.unit.agent_loop.fakes import ScriptedEngine, leased
-from tests.unit.agent_loop.gateway.fakes import FakeQueue, ask, begin, gateway
+from tests.unit.agent_loop.fakes import FakeQueue, ScriptedEngine, ask, begin, gateway, leased
 from tests.unit.agent_loop.test_episode import TEMPLATE
 
 TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {}}}]

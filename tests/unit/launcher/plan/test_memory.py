@@ -178,7 +178,7 @@ def test_muon_keeps_one_moment_of_the_matrices_that_it_trains() -> None:
 
 
 def test_moments_in_8_bits_are_a_byte_a_weight_and_a_scale_for_256() -> None:
-    """The bytes that tests/unit/trainer/test_adamw_8bit.py counts are those of the plan."""
+    """The bytes that tests/unit/trainer/test_optimizers.py counts are those of the plan."""
     config = float32_config("calculator", ["trainer.optimizer=adamw_8bit"])
     size = ModelSize(parameters=25_600, kv_per_token=1)
     assert trainer_bytes(config, size) == HELD + 25_600 * 12 + 2 * (25_600 + 100 * 4)

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
+from rl_async.configs.engines import SGLANG, VLLM
 from rl_async.configs.load import load_config, preset_names
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError, UserError
@@ -18,6 +19,7 @@ from rl_async.launcher.plan.artifacts import SFT_FILE, needs_data, needs_model, 
 from rl_async.launcher.plan.memory import ModelSize, model_size
 from rl_async.launcher.plan.planning import HOST, Devices, PortWish, assign_devices, assign_ports, endpoints, fill, plan
 from rl_async.launcher.plan.trials import write_tool_schemas
+from rl_async.launcher.ray_keeper import groups
 from rl_async.process.http_auth import AUDIENCES, HOSTS, TOKEN_FILE, make_tokens, run_token, token_file
 from rl_async.process.private_folder import private_folder
 from rl_async.process.run_files import Endpoints
@@ -770,3 +772,71 @@ def test_a_critic_starts_from_a_model_folder_or_a_saved_critic(tmp_path: Path) -
         needs_preparation(config(tmp_path, *gae, f"critic.path={path}"))
     with pytest.raises(UserError, match=r"critic\.path: .*checkpoints has no config\.json"):
         needs_preparation(config(tmp_path, *gae, f"critic.path={saved.parent}"))
+
+
+# An engine of several nodes in the plan: a command line, GPUs and an address of its own for each node.
+
+
+ENGINE_NODES_PORTS = {"engine-0": 1002, "engine-0-node-1": 1005, "engine-0-nodes": 1006, "rendezvous": 1004}
+ENGINE_NODES_HOSTS = {"engine-0": "10.0.0.2", "engine-0-node-1": "10.0.0.3"}
+TWO = ["rollout.tensor_parallel=4", "rollout.engine_args=['--nnodes', '2']"]
+MEETING = {
+    "vllm": "--node-rank {} --master-addr 10.0.0.2 --master-port 1006",
+    "sglang": "--node-rank {} --dist-init-addr 10.0.0.2:1006",
+}
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_each_node_has_a_command_line_and_all_meet_at_the_first(kind: str) -> None:
+    config = float32_config("calculator", [f"rollout.engine={kind}", *TWO], mode="disaggregated")
+    planned = plan(config, RUN, gpus=5)
+    (head,) = planned.engines
+    (follower,) = head.followers
+    assert [spec.name for spec in planned.processes][:3] == ["queue", "engine-0", "engine-0-node-1"]
+    assert {wish.name for wish in planned.ports} == ENGINE_NODES_PORTS.keys()
+    assert (head.gpus, follower.gpus) == ((1, 2), (3, 4)) and head.ranks == follower.ranks == 2
+    for rank, spec in enumerate((head, follower)):
+        command, env = (
+            " ".join(spec.command(ENGINE_NODES_PORTS, ENGINE_NODES_HOSTS)),
+            spec.environment(ENGINE_NODES_PORTS, ENGINE_NODES_HOSTS),
+        )
+        assert MEETING[kind].format(rank) in command and command.endswith("--nnodes 2")
+        assert (
+            f"--host {ENGINE_NODES_HOSTS[spec.name]} " in command
+            and f"--port {ENGINE_NODES_PORTS[spec.name]} " in command
+        )
+        assert env[VLLM.node_address if kind == "vllm" else SGLANG.node_address] == ENGINE_NODES_HOSTS[spec.name]
+        assert ("--headless" in command) == (kind == "vllm" and rank > 0)
+
+
+def test_ray_places_each_node_by_itself() -> None:
+    config = float32_config("calculator", ["rollout.engine=vllm", *TWO], mode="disaggregated")
+    (others,) = (group for group in groups(plan(config, RUN, gpus=5), 1, shared=True) if group.name == "others")
+    held = {bundle.processes[0].name: bundle.resources.get("GPU") for bundle in others.bundles}
+    assert held == {"engine-0": 2.0, "engine-0-node-1": 2.0, "worker-0": None}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["rollout.engine=vllm", "rollout.engine_args=['--nnodes=2']"], "--nnodes.*rollout.engines"),
+        (["rollout.engine=vllm", "rollout.engine_args=['--nnodes=two']"], "--nnodes"),
+        (["rollout.engine=vllm", *TWO, "mode=colocated"], "--nnodes.*disaggregated"),
+        (["rollout.engine=vllm", *TWO, "weight_sync.way=ipc"], "--nnodes.*transport"),
+        (["rollout.engine=vllm", "rollout.engine_args=['-n', '2']"], "-n .*--nnodes"),
+        (["rollout.engine=vllm", "rollout.engine_args=['--node-rank', '0']"], "--node-rank.*launcher"),
+        (["rollout.engine=vllm", "rollout.engine_args=['--headless']"], "--headless.*launcher"),
+        (["rollout.engine=sglang", "rollout.engine_args=['--dist-init-addr=h:1']"], "--dist-init-addr.*launcher"),
+        (
+            ["rollout.engine=sglang", *TWO, "trainer.lora={}", "weight_sync.adapters=load"],
+            "weight_sync.adapters.*--nnodes",
+        ),
+        (
+            ["rollout.engine=vllm", "rollout.engine_args=['--nnodes=2', '--data-parallel-size=2']"],
+            "--nnodes.*--data-parallel-size",
+        ),
+    ],
+)
+def test_what_does_not_go_with_several_nodes_is_refused(overrides: list[str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        float32_config("calculator", ["mode=disaggregated", *overrides])
