@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from rl_async.errors import UserError
+from rl_async.errors import EXIT_USER, UserError
 from rl_async.gateway import FINISHED, Gateway, GatewayError, Heartbeats, RemoteEpisode
 from rl_async.process.http_auth import (
     AUDIENCES,
@@ -24,6 +24,7 @@ from rl_async.process.http_auth import (
     RequireToken,
     answer,
     bearer,
+    check_token,
     make_tokens,
     run_token,
     token_file,
@@ -260,6 +261,18 @@ def test_a_file_without_a_token_is_named(tmp_path: Path, content: str) -> None:
     file.write_text(content)
     with pytest.raises(UserError, match=str(file)):
         run_token(tmp_path, "engines")
+
+
+def test_an_engine_of_another_project_does_not_start_without_a_token_and_says_which_variable_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(TOKEN_FILE, raising=False)
+    with pytest.raises(SystemExit) as ended:
+        check_token()
+    assert ended.value.code == EXIT_USER and TOKEN_FILE in capsys.readouterr().err
+    make_tokens(tmp_path / "keys")
+    monkeypatch.setenv(TOKEN_FILE, str(token_file(tmp_path, "engines")))
+    check_token()
 
 
 def test_a_server_takes_token_and_names_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ from rl_async.process.role import (
     OutputFailed,
     ReaderGone,
     SteadyOutput,
+    py_spy,
     run_role,
     steady_file,
 )
@@ -667,6 +668,18 @@ def test_nothing_is_looked_for_among_what_is_imported() -> None:
         assert gc.isenabled() and gc.get_freeze_count() > before + len(made)
     finally:
         gc.unfreeze()
+
+
+def test_py_spy_is_found_beside_this_python_before_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("environment", "path"):
+        (tmp_path / folder).mkdir()
+    program = tmp_path / "path" / "py-spy"
+    program.touch(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "environment" / "python"))
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert py_spy() == str(program)
+    (own := tmp_path / "environment" / "py-spy").touch(0o755)
+    assert py_spy() == str(own)
 
 
 # While this process stands still, deadlines hardly run: answers that wait are read before a timer gives them up.
