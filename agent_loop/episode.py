@@ -379,9 +379,7 @@ class Episode:
         """
         began = time.monotonic()
         agent = self.config.agent
-        running = [self._call_one(call, i) for i, call in enumerate(calls)]
-        # A single call needs no task.
-        done = [await running[0]] if len(running) == 1 else await gather_or_cancel(*running)
+        done = await gather_or_cancel(*(self._call_one(call, i) for i, call in enumerate(calls)))
         self._seconds["tools"] += time.monotonic() - began
         messages = []
         for call, (result, seconds) in zip(calls, done):
