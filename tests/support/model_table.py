@@ -39,7 +39,7 @@ def table(vllm: Mapping[str, str]) -> list[str]:
         assert shared == (why_not_shared(config, 2) is None), "the page has one word for both"
         cells = [
             kind,
-            "padded" if why_padded(config) is not None else "packed, shared" if shared else "packed",
+            "padded" if why_padded(config) is not None else "shared" if shared else "packed",
             replay,
             _yes(kind in SERVED),
             _yes(kind in MEGATRON_FAMILIES),
