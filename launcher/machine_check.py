@@ -87,7 +87,7 @@ TRIED: Mapping[str, Sequence[Trial]] = {
     "peft": (Trial("0.21.2", ALL, "2026-11-28"),),
     "verifiers": (
         Trial("0.1.14", "`tests/contracts/environments`", "2026-11-28"),
-        Trial("0.4.0", "`tests/contracts/gateway/test_verifiers.py`, in a Python of its own", "2026-11-28"),
+        Trial("0.4.0", "`tests/contracts/gateway/test_endpoints.py`, in a Python of its own", "2026-11-28"),
     ),
     "verl": (Trial("0.9.1", "`tests/contracts/oracles`, `tests/contracts/environments`", "2026-11-28"),),
     "trl": (Trial("1.16.0", "`tests/contracts/oracles`", "2026-11-28"),),

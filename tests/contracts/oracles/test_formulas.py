@@ -29,7 +29,7 @@ Conversions of corrections, each at its place below:
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,8 +74,6 @@ from rl_async.trainer.algorithms.losses import (
 from rl_async.trainer.finetune.loop import preference_losses
 from rl_async.trainer.update import on_last_token
 from tests.contracts.oracles.oracle import Case, Oracle, Tensors, assert_same, both_types
-
-pytestmark = pytest.mark.slow
 
 ROWS, WIDTH = 6, 12
 NO_CAP = 1e9
@@ -228,6 +226,7 @@ def our_loss(name: str, case: Case, config: AlgorithmConfig, weights: Tensor, ke
     return {"loss": total, "gradient": logprobs.grad}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_loss_and_its_gradient_are_verls(verl: Oracle, name: str) -> None:
     cases, configs = make_cases(name)
@@ -239,6 +238,7 @@ def test_a_loss_and_its_gradient_are_verls(verl: Oracle, name: str) -> None:
             assert_same(ours["loss"], theirs["loss"], case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", BYPASS)
 def test_a_bypass_preset_and_its_gradient_are_verls(verl: Oracle, preset: str) -> None:
     cases = both_types(draw_batch)
@@ -262,6 +262,7 @@ def test_a_bypass_preset_and_its_gradient_are_verls(verl: Oracle, preset: str) -
         assert_same(ours["loss"], theirs["loss"], case)
 
 
+@pytest.mark.slow
 def test_every_loss_of_either_side_is_compared(verl: Oracle) -> None:
     assert LOSSES.keys() - PAIRS.keys() == OURS_ALONE
     [answer] = verl.ask("names", [Case({"any": torch.zeros(1)}, torch.float64, {"registry": "losses"})])
@@ -391,6 +392,7 @@ def our_inputs(case: Case) -> AdvantageInputs:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ADVANTAGE_PAIRS)
 def test_an_advantage_is_verls(verl: Oracle, name: str) -> None:
     pair, cases = ADVANTAGE_PAIRS[name], make_advantage_cases(name)
@@ -401,6 +403,7 @@ def test_an_advantage_is_verls(verl: Oracle, name: str) -> None:
         assert_same(ADVANTAGES[pair.ours](x), pair.factor(x) * expected, case)
 
 
+@pytest.mark.slow
 def test_the_critics_targets_are_verls(verl: Oracle) -> None:
     cases = make_advantage_cases("gae")
     for case, theirs in zip(cases, verl.ask("advantage", cases), strict=True):
@@ -415,6 +418,7 @@ def test_the_critics_targets_are_verls(verl: Oracle) -> None:
 ADVANTAGES_OF_OURS_ALONE = {"dpo", "gigpo", "max_rl", "prime"}
 
 
+@pytest.mark.slow
 def test_every_estimator_of_either_side_is_compared(verl: Oracle) -> None:
     assert ADVANTAGES.keys() - ADVANTAGES_OF_OURS_ALONE == {pair.ours for pair in ADVANTAGE_PAIRS.values()}
     [answer] = verl.ask("names", [Case({"any": torch.zeros(1)}, torch.float64, {"registry": "advantages"})])
@@ -459,6 +463,7 @@ def assert_corrects_alike(ours: Corrected, theirs: Tensors, case: Case) -> None:
     assert_same(ours.weights, torch.where(theirs["mask"], theirs["weights"], 0.0), case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", sorted(PRESETS.keys() - OTHERS))
 def test_a_preset_is_verls(verl: Oracle, preset: str) -> None:
     cases = both_types(draw_ratios)
@@ -468,6 +473,7 @@ def test_a_preset_is_verls(verl: Oracle, preset: str) -> None:
         assert_corrects_alike(our_correction(case, PRESETS[preset]), theirs, case)
 
 
+@pytest.mark.slow
 def test_verl_has_no_other_preset(verl: Oracle) -> None:
     [answer] = verl.ask("names", [Case({"any": torch.zeros(1)}, torch.float64, {"registry": "presets"})])
     assert set(bytes(answer["names"].tolist()).decode().split("\n")) == PRESETS.keys() - OTHERS
@@ -486,6 +492,7 @@ def rule_limits(rule: str, scale: float, draw: random.Random) -> tuple[Any, Any]
     return limit, limit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", sorted(set(REJECTIONS) - CORRECTIONS_OF_OURS_ALONE))
 def test_a_rejection_rule_is_verls(verl: Oracle, rule: str) -> None:
     cases, ours = both_types(draw_ratios), []
@@ -501,6 +508,7 @@ def test_a_rejection_rule_is_verls(verl: Oracle, rule: str) -> None:
     assert sum(cut) > len(cases) / 8  # one row is always kept, so that these limits reject some and not all
 
 
+@pytest.mark.slow
 def test_several_rules_and_a_weight_are_verls(verl: Oracle) -> None:
     cases, ours = both_types(draw_ratios), []
     for number, case in enumerate(cases):
@@ -517,6 +525,7 @@ def test_several_rules_and_a_weight_are_verls(verl: Oracle) -> None:
         assert_corrects_alike(our_correction(case, correction), theirs, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("banded", [False, True])
 def test_weights_are_verls(verl: Oracle, level: Any, banded: bool) -> None:
@@ -550,6 +559,7 @@ def draw_values(generator: torch.Generator, number: int) -> Tensors:
     return {"values": normal(), "old_values": normal(), "returns": normal(), "mask": mask}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", get_args(Aggregation))
 def test_an_aggregation_is_verls(verl: Oracle, name: Aggregation) -> None:
     cases = both_types(draw_values)
@@ -576,6 +586,7 @@ def draw_logprobs(generator: torch.Generator, number: int) -> Tensors:
     return {"reference": reference, "logprobs": reference + distance}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "theirs"), KL_PAIRS)
 def test_a_kl_estimator_and_its_gradient_are_verls(verl: Oracle, name: str, theirs: str) -> None:
     cases = both_types(draw_logprobs)
@@ -590,10 +601,12 @@ def test_a_kl_estimator_and_its_gradient_are_verls(verl: Oracle, name: str, thei
         assert_same(logprobs.grad, answer["gradient"], case)
 
 
+@pytest.mark.slow
 def test_every_kl_estimator_but_the_whole_distributions_is_compared() -> None:
     assert ESTIMATORS.keys() - {ours for ours, _ in KL_PAIRS} == {"full"}  # verl raises NotImplementedError
 
 
+@pytest.mark.slow
 def test_the_adaptive_coefficient_is_verls(verl: Oracle) -> None:
     cases = both_types(lambda generator, number: {"kl": torch.rand(20, generator=generator, dtype=torch.float64)})
     for number, case in enumerate(cases):
@@ -616,6 +629,7 @@ def test_the_adaptive_coefficient_is_verls(verl: Oracle) -> None:
         assert_same(torch.tensor(coefs), theirs["coefs"], Case({}, torch.float64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [None, 0.2, 1.0])
 def test_the_value_loss_and_its_gradient_are_verls(verl: Oracle, clip: float | None) -> None:
     cases = both_types(draw_values)
@@ -640,6 +654,7 @@ def settings(oracle: Oracle) -> str:
     return bytes(answer["text"].tolist()).decode()
 
 
+@pytest.mark.slow
 def test_verls_keys_and_defaults(verl: Oracle) -> None:
     theirs, _ = resolve_references(flatten(parse(settings(verl), "verl")))
     for key in (*verl_keys.KEYS, *verl_keys.ENGINE_KEYS, *verl_keys.CRITIC_KEYS):
@@ -648,6 +663,7 @@ def test_verls_keys_and_defaults(verl: Oracle) -> None:
             assert key.default == theirs[key.theirs], key
 
 
+@pytest.mark.slow
 def test_trls_fields_and_defaults(trl: Oracle) -> None:
     theirs: Values = parse(settings(trl), "TRL")
     for key in trl_keys.KEYS:
@@ -656,6 +672,7 @@ def test_trls_fields_and_defaults(trl: Oracle) -> None:
             assert key.default == theirs[key.theirs], key
 
 
+@pytest.mark.slow
 def test_verls_whole_default_config_becomes_one_of_ours(verl: Oracle, tmp_path: Path) -> None:
     theirs, ours = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
     theirs.write_text(settings(verl))
@@ -749,6 +766,7 @@ def make_trl_cases(loss_type: str, level: str) -> tuple[list[Case], list[Algorit
     return cases, ours
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss_type", "level"), KINDS)
 def test_the_grpo_loss_and_its_gradient_are_trls(trl: Oracle, loss_type: str, level: str) -> None:
     name = {"cispo": "cispo", "sapo": "sapo", "vespo": "vespo"}.get(loss_type, "ppo" if level == "token" else "gspo")
@@ -796,6 +814,7 @@ def draw_distributions(generator: torch.Generator, number: int) -> Tensors:
     return {"logits": logits, "teacher": teacher, "mask": mask}
 
 
+@pytest.mark.slow
 def test_a_teachers_divergences_and_their_gradients_are_gkds(trl: Oracle) -> None:
     cases, configs = both_types(draw_distributions), []
     for number, case in enumerate(cases):
@@ -818,6 +837,7 @@ def test_a_teachers_divergences_and_their_gradients_are_gkds(trl: Oracle) -> Non
         assert_same(logits.grad, theirs["gradient"], case)
 
 
+@pytest.mark.slow
 def test_divergences_over_the_likeliest_tokens_and_their_gradients_are_sdpos(trl: Oracle) -> None:
     """TRL takes the tokens that the policy finds likeliest, ours are the teacher's: both models have one order.
 
@@ -856,6 +876,7 @@ def draw_pairs(generator: torch.Generator, number: int) -> Tensors:
     return {"logprobs": reference + far * noise, "reference": reference, "mask": mask}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["sigmoid", "robust", "hinge", "ipo"])
 def test_the_losses_of_pairs_and_their_gradients_are_trls(trl: Oracle, loss: str) -> None:
     cases, configs = both_types(draw_pairs), []
@@ -874,3 +895,24 @@ def test_the_losses_of_pairs_and_their_gradients_are_trls(trl: Oracle, loss: str
         assert logprobs.grad is not None
         assert_same(ours.detach(), theirs["loss"], case)
         assert_same(logprobs.grad, theirs["gradient"], case)
+
+
+# One process for each project, which all tests ask.
+
+
+def _oracle(project: str, factory: pytest.TempPathFactory) -> Iterator[Oracle]:
+    oracle = Oracle(project, factory.mktemp(project))
+    yield oracle
+    oracle.close()
+
+
+@pytest.fixture(scope="session")
+def verl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
+    """verl's formulas."""
+    yield from _oracle("verl", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def trl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
+    """TRL's GRPO loss."""
+    yield from _oracle("trl", tmp_path_factory)
