@@ -196,6 +196,10 @@ def buckets(value: float = 1.0) -> list[Bucket]:
     return list(make_buckets([("a", torch.full((4,), value)), ("b", torch.full((4,), value))], 16))
 
 
+# Those that a test made.
+FLEETS: list[Fleet] = []
+
+
 def make_fleet(
     directory: Directory,
     transport: TransportName = "ipc",
@@ -207,7 +211,8 @@ def make_fleet(
 ) -> Fleet:
     sync = sync or WeightSyncConfig()
     sync = msgspec.structs.replace(sync, way=(transport, *sync.options), timeout_s=timeout_s)
-    return Fleet(directory, directory.connect, sync, engine_wait_s, note=note, shares=shares)
+    FLEETS.append(Fleet(directory, directory.connect, sync, engine_wait_s, note=note, shares=shares))
+    return FLEETS[-1]
 
 
 async def eventually(condition: Callable[[], object]) -> None:

@@ -565,9 +565,10 @@ async def test_an_engine_that_serves_another_version_has_failed_and_is_not_lost(
 
 async def test_an_engine_that_a_failed_wave_left_half_awake_gives_all_its_memory_back() -> None:
     engine = Engine({"start": EngineError("not yet")})
-    member = FleetMember(EngineRecord(engine_id="a", url="a", kind="test"), engine)
+    member, sender = FleetMember(EngineRecord(engine_id="a", url="a", kind="test"), engine), SharedMemorySender()
     await suspend(member, 5.0)
-    outcome = await transfer([member], BucketShipment(SharedMemorySender(), buckets()), V0, 5.0)
+    outcome = await transfer([member], BucketShipment(sender, buckets()), V0, 5.0)
+    sender.close()
     assert outcome.failures and engine.asleep == {"kv_cache"}
     await suspend(member, 5.0)
     assert engine.asleep == member.asleep == {"weights", "kv_cache"}
