@@ -21,11 +21,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from rl_async.errors import WeightSyncError
+
+# The launcher plans by layouts, without importing torch.
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # First element and end of each dimension.
 Box = tuple[tuple[int, int], ...]
@@ -518,7 +520,7 @@ def expert_parts(name: str, shape: Sequence[int]) -> list[ExpertPart]:
     ]
 
 
-def single(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def single(tensors: Iterable[tuple[str, "Tensor"]]) -> Iterator[tuple[str, "Tensor"]]:
     """Yield whole tensors by name, stacked ones as views of each expert's."""
     for name, tensor in tensors:
         parts = expert_parts(name, tensor.shape)
@@ -528,7 +530,7 @@ def single(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]
             yield part.name, tensor[part.expert, part.rows.start : part.rows.stop]
 
 
-def published(kind: str, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def published(kind: str, tensors: Iterable[tuple[str, "Tensor"]]) -> Iterator[tuple[str, "Tensor"]]:
     """Yield whole tensors by their names in files of models of this ``model_type``.
 
     Experts of other types than ``PUBLISHED`` has stay stacked, which Transformers reads too.
@@ -567,7 +569,7 @@ def single_layout(stacked: Layout) -> Layout:
     return Layout(single_specs(stacked.tensors), shards)
 
 
-def single_shards(layout: Layout, stacked: Mapping[tuple[str, Box], Tensor]) -> dict[tuple[str, Box], Tensor]:
+def single_shards(layout: Layout, stacked: Mapping[tuple[str, Box], "Tensor"]) -> dict[tuple[str, Box], "Tensor"]:
     """Return this rank's shards of ``single_layout``, as views of those of the stacked ``layout``."""
     held: dict[tuple[str, Box], Tensor] = {}
     for (name, box), tensor in stacked.items():
