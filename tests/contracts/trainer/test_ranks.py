@@ -173,30 +173,32 @@ def test_a_rank_without_images_trains_the_tower_too(family: str, tmp_path: Path)
 MUON_RATE, DECAY = TRAINING["learning_rate"], TRAINING["weight_decay"]
 
 
+def matrices(name: str, tensor: Tensor) -> list[Tensor]:
+    """The parts of a weight that Muon takes apart: experts, and of these the gate and up projection."""
+    experts = tensor.unbind() if tensor.dim() == 3 else [tensor]
+    return [part for expert in experts for part in expert.chunk(2 if name.endswith("experts.gate_up_proj") else 1)]
+
+
 def expected(first: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What torch's Muon and AdamW make of whole weights; every expert is a matrix of its own."""
-    whole = {name: tensor.clone() for name, tensor in first.items()}
-    is_matrix = {name: ".layers." in name and tensor.dim() > 1 for name, tensor in whole.items()}
-    parts = {
-        name: [part.requires_grad_() for part in (tensor.unbind() if tensor.dim() == 3 else [tensor])]
-        for name, tensor in whole.items()
-    }
+    """What torch's Muon and AdamW make of whole weights."""
+    is_matrix = {name: ".layers." in name and tensor.dim() > 1 for name, tensor in first.items()}
+    parts = {name: [part.requires_grad_() for part in matrices(name, tensor.clone())] for name, tensor in first.items()}
     muon = torch.optim.Muon(
-        [part for name in whole if is_matrix[name] for part in parts[name]],
+        [part for name in first if is_matrix[name] for part in parts[name]],
         lr=MUON_RATE,
         weight_decay=DECAY,
         adjust_lr_fn="match_rms_adamw",
     )
-    others = [part for name in whole if not is_matrix[name] for part in parts[name]]
+    others = [part for name in first if not is_matrix[name] for part in parts[name]]
     adamw = torch.optim.AdamW(others, lr=MUON_RATE, weight_decay=DECAY, betas=(0.9, 0.95), fused=True)
     for step in range(STEPS):
-        for name, tensor in whole.items():
+        for name, tensor in first.items():
             gradient = gradient_of(step, name, tensor.shape)
-            for part, of in zip(parts[name], gradient.unbind() if tensor.dim() == 3 else [gradient], strict=True):
+            for part, of in zip(parts[name], matrices(name, gradient), strict=True):
                 part.grad = of
         muon.step()
         adamw.step()
-    return {name: torch.stack(those) if len(those) > 1 else those[0].detach() for name, those in parts.items()}
+    return {name: torch.cat(parts[name]).detach().view(tensor.shape) for name, tensor in first.items()}
 
 
 @pytest.mark.parametrize(

@@ -822,7 +822,7 @@ def test_ray_places_each_node_by_itself() -> None:
         (["rollout.engine=vllm", "rollout.engine_args=['--nnodes=2']"], "--nnodes.*rollout.engines"),
         (["rollout.engine=vllm", "rollout.engine_args=['--nnodes=two']"], "--nnodes"),
         (["rollout.engine=vllm", *TWO, "mode=colocated"], "--nnodes.*disaggregated"),
-        (["rollout.engine=vllm", *TWO, "weight_sync.way=ipc"], "--nnodes.*transport"),
+        (["rollout.engine=vllm", *TWO, "weight_sync.way=ipc"], "--nnodes.*weight_sync.way"),
         (["rollout.engine=vllm", "rollout.engine_args=['-n', '2']"], "-n .*--nnodes"),
         (["rollout.engine=vllm", "rollout.engine_args=['--node-rank', '0']"], "--node-rank.*launcher"),
         (["rollout.engine=vllm", "rollout.engine_args=['--headless']"], "--headless.*launcher"),
