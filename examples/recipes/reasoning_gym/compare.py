@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 
 from benchmarks.processes.whole_run import RL_ASYNC, launch, run_trl
 from examples.seeds import plot
+from rl_async.agent_loop.environments.session import joined
 from rl_async.configs.load import load_config
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.sources import fetch_sources
@@ -51,7 +52,7 @@ def write_puzzles(config: RunConfig, seeds: Sequence[int], name: str) -> tuple[P
         entry = create_dataset("basic_arithmetic", size=1, seed=seed, **config.agent.environment_options)[0]
         row = {"data_source": "reasoning_gym", "reward_model": {"style": "rule", "ground_truth": entry["answer"]}}
         rows.append(row | {"prompt": START, "extra_info": {"seed": seed}})
-        asked.append(row | {"prompt": [*START, {"role": "user", "content": entry["question"]}]})
+        asked.append(row | {"prompt": joined(START, [{"role": "user", "content": entry["question"]}])})
     ours, trl = DATA / f"{name}.jsonl", DATA / f"{name}-asked.jsonl"
     for file, lines in ((ours, rows), (trl, asked)):
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
