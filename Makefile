@@ -41,7 +41,7 @@ test-slow: setup-test
 	$(RUN_TESTS) $(if $(LISTED),--slow-or-listed=$(LISTED),-m "slow and not nightly") $(TESTS)
 
 test-nightly: setup-test
-	ALL_EXAMPLES=1 $(RUN_TESTS) -m "nightly or hypothesis" $(TESTS)
+	ALL_EXAMPLES=1 $(RUN_TESTS) -m "nightly or hypothesis or examples" $(TESTS)
 
 check: setup-test
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check

@@ -35,7 +35,7 @@ ROLES = {
 }
 IMPORT = """
 import json, resource, sys
-from rl_async.process.role import importing
+from rl_async.process.allocation import importing
 with importing():
     import {module}
 used = resource.getrusage(resource.RUSAGE_SELF)

@@ -168,6 +168,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, heard: HeardLogs) -> Iterat
     torch.set_num_threads(threads)
 
 
+@pytest.mark.examples
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", NAMES)
 def test_hostile_requests_change_nothing_for_a_valid_client(

@@ -70,8 +70,8 @@ IMPLEMENTATIONS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "megatron TP2 DP2 EP2": (4, MEGATRON | {"tensor_parallel": 2, "expert_parallel": 2}, ("qwen3-moe",)),
     "megatron TP2 DP2 EP4": (4, MEGATRON | {"tensor_parallel": 2, "expert_parallel": 4}, ("qwen3-moe",)),
 }
-# The layouts that only combine options of others, and those with a single option, which is tried as well by
-# tests/unit/trainer/test_model.py or tests/contracts/trainer/test_sharding.py.
+# The layouts that only combine options of others, or have one option that another layout here, test_layouts.py,
+# tests/unit/trainer/test_model.py or tests/contracts/trainer/test_sharding.py tries as well.
 TRIED_ELSEWHERE = {
     "fsdp2 x1 checkpointed",
     "fsdp2 x1 compiled and checkpointed",

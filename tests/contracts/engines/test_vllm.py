@@ -213,7 +213,7 @@ def test_a_name_that_is_missing_or_takes_other_parameters_is_noticed(tmp_path: P
 def test_the_installed_vllm_lacks_none_and_another_is_refused_by_name() -> None:
     program = """
 import logging
-from rl_async.rollout_server.vllm import private_names as p
+from rl_async.rollout_server.vllm import versions as p
 p.require_all("0.32.0", cpu=True)
 p.TOUCHED["vllm.platforms"] = {"no_such_name": ()}
 try:

@@ -204,7 +204,7 @@ def test_a_machine_that_is_too_small_is_named(tmp_path: Path, override: str, nam
     assert str(caught.value).startswith(named)
 
 
-# test_environment_trial.py has each such environment, without the rest of a dry run.
+# test_prepare.py has each such environment, without the rest of a dry run.
 @pytest.mark.slow
 def test_an_environment_that_cannot_begin_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     own = ["agent.environment=mine.py:World", "agent.loop=tool_agent", "agent.unprinted_tools=allow"]

@@ -677,6 +677,7 @@ TestHistories.settings = settings(
 )
 
 
+@pytest.mark.examples
 def test_every_rule_holds_in_some_schedules() -> None:
     struck, broken = simulate(range(examples(300)))
     assert not broken, broken
