@@ -440,8 +440,9 @@ async def run_worker(config: RunConfig, index: int, address: str, *, folder: Pat
         queue = await stack.enter_async_context(client)
         stack.push_async_callback(pool.close)
         worker = AgentWorker(queue, runner, rewards, config)
-        # Hundreds of episodes at once are many objects: looking for cycles took a third of the processor time.
-        collect_rarely()
+        # Hundreds of episodes at once are many objects: looking for cycles took a third of the processor time. Users'
+        # code may make cycles that hold much.
+        collect_rarely(older=5)
         collector = SamplesCollector(worker, pool)
         stack.enter_context(exposed(config.tracking.prometheus, folder, "worker", f"worker-{index}", collector))
         async with asyncio.TaskGroup() as group:

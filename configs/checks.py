@@ -951,9 +951,11 @@ QUEUE_RULES = (journal, access, shards, sampling)
 
 
 def transport(c: RunConfig) -> str | None:
-    transport = c.weight_sync.transport
-    if len(named := c.weight_sync.transports) > 1:
-        return f"weight_sync.way={','.join(named)} names {len(named)} ways for the same bytes; leave one of them"
+    transport, way = c.weight_sync.transport, c.weight_sync.way
+    if not isinstance(way, str) and (len(way) < 2 or len({*way}) < len(way)):
+        return "weight_sync.way is a word, or a list of several different words, such as [gloo,staged]"
+    if len(c.weight_sync.transports) + ("auto" in way) > 1:
+        return f"weight_sync.way={','.join(way)} names more than one transport; keep one"
     if transport in ("nearest", "nccl") and c.mode == "colocated":
         return f"weight_sync.way={transport} does not work with --mode colocated; use auto, ipc, gloo or disk"
     if transport == "nccl" and c.model.device == "cpu":

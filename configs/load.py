@@ -211,7 +211,10 @@ def _forget_removed(values: dict[str, Any]) -> None:
         sync["adapters"] = "add" if added else "auto"
     way = [sync.pop("transport")] if "transport" in sync else []
     way += [option for option in ("staged", "delta") if sync.pop(option, False)]
-    way += ["waves"] if sync.pop("waves", 1) > 1 else []
+    if (waves := sync.pop("waves", 1)) > 1:
+        way.append("waves")
+        if waves > 2:
+            log.warning("config of the run: weight_sync.waves=%s was removed; there are two waves now", waves)
     if way:
         sync["way"] = way if len(way) > 1 else way[0]
     trainer = _section_of(values, "trainer")

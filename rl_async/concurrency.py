@@ -49,15 +49,16 @@ class TimeLeft:
 
         Raises Overdue after ``seconds``, or at the deadline if it comes before, once the cancelled work has ended.
         """
-        task, after = asyncio.ensure_future(work), max(0.0, self._seconds - seconds)
+        task = asyncio.ensure_future(work)
         try:
             while not task.done():
-                left = self._seconds - after
+                left = min(self._seconds, seconds)
                 if left < SOON_S:
                     raise Overdue
                 began, look = time.monotonic(), min(left, LOOK_S)
                 await asyncio.wait([task], timeout=look)
-                self._seconds -= min(time.monotonic() - began, look)
+                counted = min(time.monotonic() - began, look)
+                self._seconds, seconds = self._seconds - counted, seconds - counted
         finally:
             if not task.done():
                 task.cancel()
@@ -260,11 +261,13 @@ class CallThreads:
         try:
             self._idle.pop()
         except IndexError:
-            threading.Thread(target=self._work, args=(call,), name="blocking call", daemon=True).start()
+            # The thread keeps its arguments as long as it lives: the list, which it empties.
+            threading.Thread(target=self._work, args=([call],), name="blocking call", daemon=True).start()
         else:
             self._calls.put(call)
 
-    def _work(self, call: Callable[[], None] | None) -> None:
+    def _work(self, first: list[Callable[[], None]]) -> None:
+        call: Callable[[], None] | None = first.pop()
         while call is not None:
             call()
             # An idle thread must not keep the call's arguments and result alive.

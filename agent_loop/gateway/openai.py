@@ -1,6 +1,6 @@
 """OpenAI's dialects: chat completions, and the oldest, which continues a bare prompt. Pure, but for the tokenizer.
 
-Of a bare prompt no template is printed. It is encoded like the text of a template: control tokens that it spells count
+A bare prompt is encoded without the chat template, like the text of a template: control tokens that it spells count
 as such, since its author takes the template's place.
 """
 

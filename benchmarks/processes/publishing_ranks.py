@@ -49,7 +49,7 @@ def layout_of(layers: int, hidden: int, ranks: int) -> Layout:
 
 def by(way: TransportName) -> WeightSyncConfig:
     """The settings of publications by this transport."""
-    return msgspec.structs.replace(SYNC, transport=way)
+    return msgspec.structs.replace(SYNC, way=way)
 
 
 class Rank:

@@ -414,9 +414,9 @@ def way_options(config: RunConfig, size: ModelSize | None, host_bytes: int) -> t
 
     ``staged`` shortens the pause of engines that have requests meanwhile, and ``delta`` the transfer. Both need host
     copies: of every engine, and for deltas two of the trainer, all within an eighth of ``host_bytes``, the memory of
-    the smallest machine (0: unknown). Deltas are gathered on one rank and go to each worker whole, so they are chosen
-    where neither costs anything; adapters are small already. ``waves`` is never chosen: every engine would pause as
-    long, and the publication takes twice.
+    the smallest machine, which is unknown if it is 0. Deltas are gathered on one rank and go to each worker whole, so
+    they are chosen where neither costs anything; adapters are small already. ``waves`` is never chosen: every engine
+    would pause as long, and the publication takes twice.
     """
     rollout, trainer = config.rollout, config.trainer
     if size is None or not all(traits.holds_weights for traits in engine_traits(config).values()):
@@ -475,12 +475,11 @@ def with_weight_way(
         where = "from GPU to GPU, between machines"
     elif on_gpus and transport == "ipc":
         where = "from memory of the trainer's GPUs"
-    elif transport == "disk":
-        where = "by files"
     else:
         where = "by TCP, between machines" if by_tcp else "by TCP" if transport == "gloo" else "by shared memory"
     added = "".join(f", {option}" for option in options)
-    line = f"weights: {transport}{added}, {where}, {settled.bucket >> 20} MiB at a time; weight_sync.way overrides it"
+    key = "weight_sync.bucket_bytes" if settled.way == sync.way != "auto" else "weight_sync.way"
+    line = f"weights: {transport}{added}, {where}, {settled.bucket >> 20} MiB at a time; {key} overrides it"
     return msgspec.structs.replace(config, weight_sync=settled), msgspec.structs.replace(machine, weights=line)
 
 

@@ -23,7 +23,6 @@ from rl_async.launcher.plan.trials import schemas_of
 from rl_async.launcher.runs.rehearsal import answered, load_chat
 from rl_async.launcher.sources import data_files
 from rl_async.messages import Task, Trajectory
-from rl_async.reward_loop.service import RewardService, as_conversation, seen_by
 from rl_async.transfer_queue.chat_messages import prompt_length
 from rl_async.transfer_queue.dataset import Rows, open_rows, templated, to_task
 from rl_async.transfer_queue.images import folder_of, images_of, shown
@@ -190,6 +189,9 @@ class Scored(NamedTuple):
 
 async def score_answers(config: RunConfig, data: str, answers: Path) -> list[Scored]:
     """Score every answer in the file against its row of the data set. Raises DataError naming the line."""
+    # Imported here, since it brings Transformers, which takes seconds.
+    from rl_async.reward_loop.service import RewardService
+
     given = list(_read(answers))
     tasks = _tasks_of(_source(config, data), config.seed, [row for row, _ in given])
     scored = []
@@ -203,6 +205,9 @@ async def score_answers(config: RunConfig, data: str, answers: Path) -> list[Sco
 
 def report(config: RunConfig, scored: Sequence[Scored]) -> list[str]:
     """Return lines for each answer, with its reward, its parts and the steps of extractions, and the mean reward."""
+    # See score_answers.
+    from rl_async.reward_loop.service import as_conversation, seen_by
+
     lines = []
     for row, task, trajectory in scored:
         failed = "" if trajectory.scored else f"; not scored: {trajectory.error}"

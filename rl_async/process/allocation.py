@@ -84,11 +84,12 @@ def importing() -> Iterator[None]:
     gc.freeze()
 
 
-def collect_rarely() -> None:
+def collect_rarely(older: int = 20) -> None:
     """Look for reference cycles after 50,000 new objects instead of 700, and not among those that are here already.
 
-    For a process that keeps many objects without cycles: the queue's records, an agent worker's episodes. Looking took
-    a tenth of the queue's time, and a third of the worker's.
+    ``older`` is how many looks come before one that takes in what outlived a look, and how many of these come before
+    one at everything. For a process that keeps many objects without cycles: the queue's records, an agent worker's
+    episodes. Looking took a tenth of the queue's time, and a third of the worker's.
     """
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
+    gc.set_threshold(50_000, older, older)

@@ -11,8 +11,8 @@ attend in blocks.
 On a GPU, decode steps over tensors of fixed shapes and addresses are captured once and then replayed (``StaticSteps``).
 A step feeds the last token of each row, samples the next ones, and leaves these and their positions where the following
 step reads them, so it needs nothing from the host. Rows and keys are padded to powers of two, rows by free slots, so
-that few steps have different shapes; beyond a limit the oldest captured ones are dropped. Random numbers are drawn
-before a step, because rows with a seed have generators of their own.
+that few steps have different shapes; beyond a limit those captured steps go that were not used for longest. Random
+numbers are drawn before a step, because rows with a seed have generators of their own.
 
 The host launches a step, then reads the results of the previous one. It learns one step late that a row has ended with
 a stop token, and drops the surplus token that was sampled meanwhile.
@@ -282,8 +282,10 @@ class StaticSteps:
             self._sampler = sampler
         held.draw_numbers(self._drawn[:rows])
         key = rows, view, sampler.kind
-        step = self._captured.get(key)
-        if step is None:
+        if key in self._captured:
+            # The last is the one used last.
+            step = self._captured[key] = self._captured.pop(key)
+        else:
             step = partial(self._step, rows, view, held, compute)
             if key in self._warm:
                 if len(self._captured) == self._most:

@@ -13,7 +13,6 @@ or packed, experts among them, are loaded as vLLM reloads them, which copies eac
 
 import hashlib
 import logging
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,7 +43,8 @@ from rl_async.weight_sync.layout import Box, common, slices, volume
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo, of_worker
 from rl_async.weight_sync.receiver import AdapterLoader, Assembler, WeightReceiver
 
-# What vLLM's quant_method does to weights once they are loaded is nothing in these classes; a layer may have none.
+# What vLLM's quant_method does to weights once they are loaded is nothing in these classes, on a CPU because
+# ``plugin`` keeps it from packing them; a layer may have none.
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "NoneType")
 # The tensors of single experts are many, and their layers are never plain.
 OF_EXPERTS = re.compile(r"\.experts\.\d+\.")
@@ -205,20 +205,19 @@ def is_plain(layer: Any) -> bool:
     )
 
 
-def direct(model: Any, shapes: Mapping[str, Sequence[int]]) -> tuple[list[Any], dict[str, int]]:
-    """Return the plain layers, and for each tensor that goes into nothing else how many elements are copied of it.
+def direct(model: Any, tensors: Mapping[str, Tensor]) -> tuple[list[Any], dict[str, int]]:
+    """Return the plain layers, and the number of elements copied from each tensor that only plain layers use.
 
-    Tensors whose loader computes something from them are not among those.
+    ``tensors`` have no data. Those from which a loader computes something are left out.
     """
     copied: dict[str, int] = {}
     with _as_loaders_find_it(model):
         plain = [layer for layer in model.modules() if layer._parameters and is_plain(layer)]
         homes = {p.untyped_storage()._cdata for layer in plain for p in layer._parameters.values() if p is not None}
-        for name, shape in shapes.items():
-            # Loaders read the number in a tensor of one.
-            if OF_EXPERTS.search(name) or math.prod(shape) == 1:
+        for name, tensor in tensors.items():
+            # Loaders read the value of a one-element tensor.
+            if OF_EXPERTS.search(name) or tensor.numel() == 1:
                 continue
-            tensor = torch.empty(list(shape), device="meta")
             with torch.no_grad(), _CopiesWatched(tensor) as watched:
                 model.load_weights([(name, tensor)])
             if watched.exact and all(view.untyped_storage()._cdata in homes for _, view in watched.copies):
@@ -227,7 +226,7 @@ def direct(model: Any, shapes: Mapping[str, Sequence[int]]) -> tuple[list[Any], 
 
 
 class _Filling(TorchDispatchMode):
-    """Has loaders copy parts of tensors that are not there as a whole: those of ``pieces``, views of buckets.
+    """Redirects a loader's copies to ``pieces``, which are views of buckets.
 
     ``tensors`` has the names with tensors without data, for the loaders. ``copied`` counts elements by name.
     """
@@ -246,7 +245,9 @@ class _Filling(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is not torch.ops.aten.copy_.default or not args[1].is_meta:
             return function(*args, **(kwargs or {}))
-        name, parts = self._parts[args[1].untyped_storage()._cdata]
+        if (found := self._parts.get(args[1].untyped_storage()._cdata)) is None:
+            raise WeightSyncError(f"vLLM's loader computes something from one of {', '.join(self.tensors)}")
+        name, parts = found
         box = box_of(args[1], self.tensors[name])
         assert box is not None, "direct() has seen that it is one"
         for at, part in parts:
@@ -288,8 +289,8 @@ class WeightTransfer(WeightTransferEngine):
         self._receiver = WeightReceiver(self._load, self.device, loader)
         self._assembler = Assembler(self._load_whole)
         self._loading = False
-        # The shapes of tensors that have come, how many ``direct`` has seen, and what it found when an update began.
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        # Tensors that have come, without data, how many ``direct`` has seen, and what it found when an update began.
+        self._known: dict[str, Tensor] = {}
         self._seen = 0
         self._plain: list[Any] = []
         self._direct: dict[str, int] = {}
@@ -329,14 +330,17 @@ class WeightTransfer(WeightTransferEngine):
             info.loaded_weights.clear()
             info.load_numel = 0
         unfinished = any(get_layerwise_info(layer).can_load() for layer in self.model.modules())
-        if len(self._shapes) > self._seen and not unfinished:
-            self._plain, self._direct = direct(self.model, self._shapes)
-            self._seen = len(self._shapes)
+        if len(self._known) > self._seen and not unfinished:
+            self._plain, self._direct = direct(self.model, self._known)
+            self._seen = len(self._known)
         initialize_layerwise_reload(self.model)
         for layer in self._plain:
             info = get_layerwise_info(layer)
             _place_kernel_tensors(layer, info)
             info.reset()
+            # From 0.29 on vLLM leaves biases where they are, with a loader that now ignores what comes.
+            for tensor in get_layer_tensors(layer).values():
+                tensor.weight_loader = _get_original_loader(tensor)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive, verify and load one bucket, described by an undecoded body."""
@@ -370,9 +374,13 @@ class WeightTransfer(WeightTransferEngine):
             self._begin_loading()
         straight = [piece for piece in pieces if piece.name in self._direct]
         if straight:
+            # A tensor that came and is not copied counts 0.
+            self._copied.update(dict.fromkeys((piece.name for piece in straight), 0))
             with torch.no_grad(), _Filling(straight, self._copied) as filling:
                 self.model.load_weights(filling.tensors.items())
-        self._shapes |= {piece.name: piece.shape for piece in pieces}
+        for piece in pieces:
+            if piece.name not in self._known:
+                self._known[piece.name] = torch.empty(piece.shape, dtype=piece.data.dtype, device="meta")
         self._assembler([piece for piece in pieces if piece.name not in self._direct])
 
     def _load_whole(self, tensors: list[tuple[str, Tensor]]) -> None:

@@ -1,6 +1,6 @@
 """Engines that load adapters beside the weights of their model's folder: the embedded engine and real vLLM."""
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -141,18 +141,20 @@ def overridden(model_folder: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def overridden_peer(overridden: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peer]:
-    """A real vLLM that serves it."""
+async def overridden_engine(overridden: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmEngine]:
+    """A client of a real vLLM that serves it."""
     with running("vllm", overridden, tmp_path_factory.mktemp("run"), eager=True) as started:
-        yield started
+        engine = started.client()
+        yield engine
+        await engine.close()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_vllm_computes_by_the_changed_rotary_embedding(
-    connect: Connect, overridden: Path, model_folder: Path, tmp_path: Path
+    overridden_engine: VllmEngine, overridden: Path, model_folder: Path, tmp_path: Path
 ) -> None:
-    engine = connect()
+    engine = overridden_engine
     await send(engine, tensors(overridden), V0)
     request = GenerateRequest(
         request_id="0", token_ids=PROMPT, max_tokens=16, sampling=Sampling(), stop_token_ids=[], min_version=V0

@@ -112,7 +112,7 @@ SMALL = [
 )
 @pytest.mark.parametrize(
     ("mode", "sync"),
-    [("disaggregated", "delta=true"), ("colocated", "adapters=add"), ("disaggregated", "adapters=auto")],
+    [("disaggregated", "way=delta"), ("colocated", "adapters=add"), ("disaggregated", "adapters=auto")],
 )
 def test_a_run_of_adapters_goes_on_and_is_exported_whole(workplace: Path, mode: str, sync: str) -> None:
     launch = ["launch", "--mode", mode, "--config", "calculator", "--name", "run", *SMALL, f"weight_sync.{sync}"]

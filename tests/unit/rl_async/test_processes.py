@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import tty
+import weakref
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from contextvars import ContextVar
@@ -589,6 +590,24 @@ async def test_no_call_waits_for_another() -> None:
     assert not any(call.done() for call in waiting)
     release.set()
     assert all(await asyncio.gather(*waiting))
+
+
+async def test_an_idle_thread_keeps_nothing_of_its_calls() -> None:
+    class Kept:
+        pass
+
+    calls = DaemonCalls("key")
+    for _ in range(2):
+        given, returned = Kept(), Kept()
+        known = [weakref.ref(given), weakref.ref(returned)]
+        assert await calls.call(lambda given=given, returned=returned: returned if given else None, 30.0) is returned
+        del given, returned
+        # The thread lets go a little after the call's result is there.
+        for _ in range(1000):
+            if not any(ref() for ref in known):
+                break
+            await asyncio.sleep(0.01)
+        assert not any(ref() for ref in known)
 
 
 async def test_idle_threads_end(monkeypatch: pytest.MonkeyPatch) -> None:

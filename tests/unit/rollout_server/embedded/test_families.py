@@ -496,7 +496,7 @@ class Columnless:
         return torch.zeros(len(logprobs), dtype=torch.int64), logprobs[:, 0]
 
 
-def test_captured_steps_are_few_and_the_oldest_are_dropped() -> None:
+def test_captured_steps_are_few_and_those_unused_for_longest_are_dropped() -> None:
     """Of three rows and 100 tokens: 1, 2 and 3 rows, 64 and 100 keys, two kinds of samplers."""
     captured: list[tuple[int, int]] = []
     shapes: list[tuple[int, int]] = []
@@ -522,13 +522,13 @@ def test_captured_steps_are_few_and_the_oldest_are_dropped() -> None:
         run(kind)
     each = [(rows, keys) for rows in (1, 2, 3) for keys in (64, 100)]
     assert captured == each * 2 and len(captured) == most_static_steps(3, 100)
-    # A third kind takes the places of the first six.
+    # A third kind takes the places of the greedy ones, which were not used for longest.
     run("both")
     run("both")
     assert captured == each * 3 and len(steps._captured) == most_static_steps(3, 100)
-    run("greedy")
-    assert captured == each * 3
     run("sampled")
+    assert captured == each * 3
+    run("greedy")
     assert captured == each * 4
 
 
