@@ -141,12 +141,18 @@ def overridden(model_folder: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def overridden_engine(overridden: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmEngine]:
-    """A client of a real vLLM that serves it."""
+def overridden_peer(overridden: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peer]:
+    """A real vLLM that serves it."""
     with running("vllm", overridden, tmp_path_factory.mktemp("run"), eager=True) as started:
-        engine = started.client()
-        yield engine
-        await engine.close()
+        yield started
+
+
+@pytest.fixture
+async def overridden_engine(overridden_peer: Peer) -> AsyncIterator[VllmEngine]:
+    """A client of it."""
+    engine = overridden_peer.client()
+    yield engine
+    await engine.close()
 
 
 @pytest.mark.slow
