@@ -26,7 +26,7 @@ RUN_TESTS = $(if $(FLAKES),$(BIN)/python -m tests.support.flakes repeat $(FLAKES
 .PHONY: demo real test test-slow test-nightly check docs setup setup-test clean
 
 demo: setup
-	$(BIN)/rl-async launch --mode disaggregated --config calculator eval.before=true $(if $(RUN_NAME),--name $(RUN_NAME)) $(SET)
+	$(BIN)/rl-async launch --mode disaggregated --config calculator eval.before=true eval.temperature=1 $(if $(RUN_NAME),--name $(RUN_NAME)) $(SET)
 
 REAL_NAME := $(or $(RUN_NAME),smollm2-$(shell date +%Y%m%d-%H%M%S))
 
