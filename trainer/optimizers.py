@@ -29,6 +29,8 @@ from rl_async.trainer.backend import ADAM_BETA1
 from rl_async.trainer.model import Headed
 from rl_async.weight_sync.layout import BLOCK, LEAST_NUMBERS, STACKED_FOR_ENGINES, expert_parts, in_blocks
 
+log = logging.getLogger("rl_async.trainer")
+
 # What a step keeps of the mean of earlier gradients; torch's default.
 MOMENTUM = 0.95
 # The name of this mean in an optimizer's state, as torch has it.
@@ -166,8 +168,6 @@ def _part_shapes(tensor: DTensor, ranks: int) -> list[tuple[int, ...]]:
     lengths = [max(0, min(step, size - rank * step)) for rank in range(ranks)]
     return [(*tensor.shape[:along], length, *tensor.shape[along + 1 :]) for length in lengths]
 
-
-log = logging.getLogger("rl_async.trainer")
 
 # Suffixes of the state's names for a moment's codes, of the parameter's shape, and for their scales.
 CODES, SCALES = "_codes", "_scales"

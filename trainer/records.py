@@ -41,6 +41,7 @@ from rl_async.trainer.packing import Rows
 from rl_async.transfer_queue.client import SyncQueueClient
 from rl_async.transfer_queue.ledger import newest_lineage
 
+log = logging.getLogger("rl_async.trainer")
 evaluation_log = logging.getLogger("rl_async.evaluation")
 
 
@@ -204,8 +205,6 @@ class Evaluator:
 
 
 LINEAGE = "lineage"
-
-log = logging.getLogger("rl_async.trainer")
 
 
 class RefusedRow(msgspec.Struct, frozen=True):

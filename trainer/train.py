@@ -48,6 +48,8 @@ from rl_async.trainer.records import Evaluator, Recorder, is_evaluated
 from rl_async.trainer.trackers import Tracking
 from rl_async.trainer.update import update
 
+log = logging.getLogger("rl_async.trainer")
+
 
 def train(run: "Run") -> bool:
     """Train from ``run.start_step`` to ``trainer.steps``. False if it was asked to stop, saved and left early."""
@@ -216,9 +218,6 @@ def conversation_metrics(sums: Sequence[float]) -> dict[str, float]:
         "rollout/cut_results_mean": cut / max(episodes, 1),
         "rollout/error_fraction": sum(rows > 0 for rows in errors) / max(episodes, 1),
     }
-
-
-log = logging.getLogger("rl_async.trainer")
 
 
 @dataclass

@@ -84,7 +84,7 @@ class Fleet:
         self._transport: Transport = TRANSPORTS[sync.transport]
         self._hold: Hold = "stage" if sync.staged else "keep" if sync.delta else "no"
         if sync.transport == "disk":
-            transports.clear(Path(sync.folder))
+            transports.delete_files(Path(sync.folder))
         self._directory, self._connect, self._engine_wait_s = directory, connect, engine_wait_s
         self._note, self._shares = note, shares
         self._lock = asyncio.Lock()

@@ -60,7 +60,7 @@ class DiskSender:
         self._folder = folder
         self._written = 0
         self._files: deque[Path] = deque()
-        clear(folder)
+        delete_files(folder)
         try:
             folder.mkdir(parents=True)
         except OSError as error:
@@ -133,7 +133,7 @@ class DiskReceiver:
         """Do nothing: mappings end with the tensors over them."""
 
 
-def clear(folder: Path) -> None:
+def delete_files(folder: Path) -> None:
     """Delete the folder with its files, if it exists. Raises WeightSyncError if that fails."""
     try:
         shutil.rmtree(folder)
@@ -562,7 +562,7 @@ class SenderSetup(NamedTuple):
 
 
 class Transport(NamedTuple):
-    """Both ends of a transport."""
+    """Names the sender and the receiver of a transport."""
 
     sender: Callable[[SenderSetup], Sender]
     receiver: Callable[[InitInfo], Receiver]

@@ -404,7 +404,7 @@ class SpeechTooLong(EnvironmentFailed):
 
 
 class Speaker(Protocol):
-    """A language model that speaks."""
+    """Answers in a conversation in place of a person: a served model or the policy."""
 
     async def say(self, messages: Sequence[Message]) -> Said:
         """Return the next message of the assistant. Raises EnvironmentFailed or EngineError."""
@@ -524,6 +524,6 @@ class Services:
         return self._sandbox
 
     async def close(self) -> None:
-        """Close connections."""
+        """Close the connections to the model's server."""
         if self.user is not None:
             await self.user.close()

@@ -360,7 +360,7 @@ class CompletionStream:
         yield from ()
 
     def more(self, reasoning: str, text: str) -> Iterator[Event]:
-        """Append to the text."""
+        """Send the part of the text that is new."""
         if text:
             yield self._head | {"choices": [_choice(text, None)]}
 

@@ -22,7 +22,7 @@ from rl_async.errors import EngineError, UserError
 from rl_async.messages import Sampling, Version
 from rl_async.pictures import PictureProcessor
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult, Image
-from rl_async.rollout_server.embedded.core import place
+from rl_async.rollout_server.embedded.core import place_images
 from rl_async.rollout_server.pool import connect
 
 TEMPERATURE = 0.7
@@ -154,7 +154,7 @@ def _logits(model: Any, request: GenerateRequest, answer: GenerateResult, pictur
     """Compute the logits of the sampled tokens with a plain forward pass, float32 [sampled, vocabulary]."""
     ids = torch.tensor(request.token_ids + answer.token_ids)[None, :-1]
     inputs: dict[str, Tensor] = {}
-    if placed := place(pictures, request.token_ids, request.images):
+    if placed := place_images(pictures, request.token_ids, request.images):
         assert pictures is not None
         arguments = pictures.arguments([image.picture for image in placed])
         inputs = {name: torch.from_numpy(array) for name, array in arguments.items()}

@@ -131,7 +131,7 @@ def read_lines(token_ids: Sequence[int]) -> tuple[list[dict[str, Any]], list[Mes
 
 
 class MessageLines:
-    """A `ChatFormat` of JSON lines."""
+    """Encodes conversations as lines of JSON for an endpoint, which has a chat template of its own."""
 
     name = "messages"
     prints_tools = True
@@ -330,7 +330,7 @@ class Endpoint:
         return choices[0]
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the endpoint."""
         await self._poster.close()
 
 

@@ -39,6 +39,8 @@ import msgspec
 from rl_async.errors import EXIT_SIGNAL, EXIT_STOPPED, UserError
 from rl_async.files import DAMAGE, UNDECODABLE, replace_file, undamaged
 
+log = logging.getLogger("rl_async.process")
+
 GONE = "gone"
 REMOTE = "remote"
 MEANING = {
@@ -105,8 +107,6 @@ def waits_in(pid: int) -> str:
         return "" if name == "0" else name
     return ""
 
-
-log = logging.getLogger("rl_async.process")
 
 GONE_S = 10.0
 

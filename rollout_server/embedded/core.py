@@ -17,9 +17,9 @@ numbers are drawn before a step, because rows with a seed have generators of the
 The host launches a step, then reads the results of the previous one. It learns one step late that a row has ended with
 a stop token, and drops the surplus token that was sampled meanwhile.
 
-Images in prompts: ``place`` checks a request's images against its ids, and ``VisionInputs`` has the decoder's arguments
-for a pass over prompts with images. The tower computes an image again whenever a part of it is prefilled, so that no
-features of older weights are kept.
+Images in prompts: ``place_images`` checks a request's images against its ids, and ``VisionInputs`` has the decoder's
+arguments for a pass over prompts with images. The tower computes an image again whenever a part of it is prefilled, so
+that no features of older weights are kept.
 """
 
 import inspect
@@ -85,7 +85,7 @@ class PlacedImage:
         return self.position + len(self.picture.tokens)
 
 
-def place(
+def place_images(
     processor: PictureProcessor | None, ids: abc.Sequence[int], images: abc.Sequence[Image]
 ) -> tuple[PlacedImage, ...]:
     """Encode the images of a prompt. Raises DataError unless ``ids`` has each image's tokens at its position, in order.

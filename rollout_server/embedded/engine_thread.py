@@ -31,7 +31,7 @@ from rl_async.errors import DataError, EngineLost, EngineRejected, SchemaRejecte
 from rl_async.messages import Version, VersionRun
 from rl_async.pictures import PictureProcessor
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult, Heard
-from rl_async.rollout_server.embedded.core import EngineCore, Sequence, place
+from rl_async.rollout_server.embedded.core import EngineCore, Sequence, place_images
 from rl_async.torch_shared import DTYPES, give_back, quantize
 from rl_async.weight_sync.buckets import HIGH, LOW, Pairs, Piece
 from rl_async.weight_sync.layout import single
@@ -479,7 +479,9 @@ class LocalEngine:
         if request.json_schema:
             raise SchemaRejected("without a server the engine follows no JSON schema")
         try:
-            placed = await asyncio.to_thread(place, self._engine.core.pictures, request.token_ids, request.images)
+            placed = await asyncio.to_thread(
+                place_images, self._engine.core.pictures, request.token_ids, request.images
+            )
         except DataError as error:
             raise EngineRejected(str(error)) from error
         loop = asyncio.get_running_loop()

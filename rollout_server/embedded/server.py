@@ -51,7 +51,7 @@ from rl_async.rollout_server.embedded.core import (
     Sequence,
     add_spans,
     capture_for,
-    place,
+    place_images,
 )
 from rl_async.rollout_server.embedded.engine_thread import EngineThread, quantize_layers
 from rl_async.rollout_server.embedded.sampler import Grammars, Matcher
@@ -267,7 +267,7 @@ class EngineCollector:
 
 
 def _placed(core: EngineCore, ids: list[int], parts: list[ImagePart]) -> tuple[PlacedImage, ...]:
-    return place(core.pictures, ids, [part.image() for part in parts])
+    return place_images(core.pictures, ids, [part.image() for part in parts])
 
 
 def _json(value: Any, status: int = 200) -> Response:

@@ -69,7 +69,8 @@ class SessionSeed:
 # How many random examples a property test tries: all of them in ``make test-nightly``, a part of them elsewhere.
 
 
-ALL_EXAMPLES = bool(os.environ.get("ALL_EXAMPLES"))  # set by `make test-nightly`
+# `make test-nightly` sets it.
+ALL_EXAMPLES = bool(os.environ.get("ALL_EXAMPLES"))
 
 
 def examples(count: int) -> int:

@@ -69,7 +69,7 @@ def openai_responses(prompt: str) -> str:
 
 
 def anthropic_thinking(prompt: str) -> str:
-    """Anthropic's client, thinking on."""
+    """Call Anthropic's client with thinking on."""
     import anthropic
 
     client = anthropic.Anthropic()
@@ -95,7 +95,7 @@ def anthropic_thinking(prompt: str) -> str:
 
 
 def litellm_cold(prompt: str) -> str:
-    """Litellm at temperature 0."""
+    """Call LiteLLM at temperature 0."""
     import litellm
 
     messages: list[Any] = [{"role": "user", "content": prompt}]
@@ -131,7 +131,7 @@ def langgraph(prompt: str) -> str:
 
 
 def pydantic_agent(prompt: str) -> str:
-    """pydantic-ai with an output type."""
+    """Run an agent of pydantic-ai that has an output type."""
     import pydantic
     import pydantic_ai
 
@@ -141,7 +141,7 @@ def pydantic_agent(prompt: str) -> str:
 
 
 def smolagents(prompt: str) -> str:
-    """smolagents' ToolCallingAgent."""
+    """Run the ToolCallingAgent of smolagents."""
     from smolagents import OpenAIServerModel, ToolCallingAgent, tool
 
     model = OpenAIServerModel(

@@ -22,13 +22,13 @@ from rl_async.messages import Task
 TIMES = 5
 PAUSE_S = 0.2
 SUM = {"expression": "20 + 3 * 7"}
-ARGUMENTS: dict[str, dict[str, object]] = {  # of tools; any other is a calculator
+# Arguments of tools; any other tool is a calculator.
+ARGUMENTS: dict[str, dict[str, object]] = {
     "python": {
         "code": "import os, time; open('seen', 'a').write('x'); time.sleep(0.3); print(os.stat('seen').st_size)"
     },
-    "bash": {
-        "command": "setsid sleep 600 & echo here >> seen; sleep 0.3; wc -c seen"
-    },  # the rest ends with its program
+    "bash": {"command": "setsid sleep 600 & echo here >> seen; sleep 0.3; wc -c seen"},
+    # The rest ends with its program.
 }
 
 

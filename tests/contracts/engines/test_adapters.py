@@ -142,14 +142,14 @@ def overridden(model_folder: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def overridden_peer(overridden: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peer]:
-    """A real vLLM that serves it."""
+    """Run a real vLLM that serves the overridden folder."""
     with running("vllm", overridden, tmp_path_factory.mktemp("run"), eager=True) as started:
         yield started
 
 
 @pytest.fixture
 async def overridden_engine(overridden_peer: Peer) -> AsyncIterator[VllmEngine]:
-    """A client of it."""
+    """Connect to that vLLM."""
     engine = overridden_peer.client()
     yield engine
     await engine.close()

@@ -246,7 +246,7 @@ SHAPE: dict[str, Any] = {
 
 
 def loaded(folder: Path, ranks: int) -> list[dict[str, Any]]:
-    """What each rank says."""
+    """Run ``vllm_copies.py`` on each rank; what each printed."""
     nobind = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     port, found = str(free_port()), []
     logs = [folder / f"{rank}.log" for rank in range(ranks)]

@@ -409,7 +409,8 @@ ROOT = Path(__file__).parents[3]
 VARIABLE = "RL_ASYNC_VERIFIERS_PYTHON"
 PYTHON = Path(os.environ.get(VARIABLE, ROOT / ".venv-verifiers/bin/python"))
 MODULES = ROOT / "tests/contracts/environments/modules"
-FOUND = {"PYTHONPATH": str(MODULES)}  # where verifiers finds environments by name
+# Where verifiers finds environments by name.
+FOUND = {"PYTHONPATH": str(MODULES)}
 KEEPER = "rl_async.agent_loop.environments.player"
 MISSING = f"no verifiers 0.4 to play; install it with scripts/install verifiers ({VARIABLE})"
 # verifiers takes seconds to import, on a busy machine a minute.

@@ -405,7 +405,8 @@ def test_chat_and_responses_print_the_same_tokens(start: Any, renderer: ChatRend
     ]
     client.responses.create(model="any", input=items, tools=[CALCULATOR])
     episode.reward(1.0)
-    assert trained(gateway, renderer) == [f"{CALL}{END}5{END}"]  # the dialects may even be mixed
+    # The dialects may even be mixed.
+    assert trained(gateway, renderer) == [f"{CALL}{END}5{END}"]
 
 
 @pytest.mark.parametrize("store", [True, False])
@@ -442,7 +443,8 @@ def test_reasoning_goes_out_and_comes_back(start: Any, thinking: ChatRenderer) -
     assert [item.type for item in first.output] == ["reasoning", "function_call"]
     assert first.output[0].content[0].text == "two and three"
     for item in first.output:
-        history.append(item.model_dump(mode="json", exclude_none=True, exclude={"content"}))  # as SDKs do
+        # SDKs do this, too.
+        history.append(item.model_dump(mode="json", exclude_none=True, exclude={"content"}))
     history.append({"type": "function_call_output", "call_id": first.output[1].call_id, "output": "5"})
     second = client.responses.create(input=history, **common)
     history += [item.model_dump(mode="json", exclude_none=True) for item in second.output]
@@ -521,7 +523,8 @@ def test_the_sequence_of_events(start: Any, thinking: ChatRenderer) -> None:
     stream = client.responses.create(model="any", input="2+3?", tools=[CALCULATOR], stream=True)
     found = events_of(stream)
     kinds = [event["type"].removeprefix("response.") for event in found]
-    together = [kind for i, kind in enumerate(kinds) if kind != kinds[i - 1]]  # the text may come in pieces
+    # The text may come in pieces.
+    together = [kind for i, kind in enumerate(kinds) if kind != kinds[i - 1]]
     items = [*REASONING, *ITEM_DONE, *TEXT, *ITEM_DONE, *ARGUMENTS, *ITEM_DONE]
     assert together == ["created", "in_progress", *items, "completed"]
     done = [event["item"] for event in found if event["type"] == "response.output_item.done"]

@@ -48,7 +48,7 @@ def resolve(uv: str, *extras: str, python: str = "3.11", options: Sequence[str] 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("python", ["3.11", "3.14"])
 def test_the_trainers_extras_resolve_together(uv: str, python: str) -> None:
-    """And so each of them does alone."""
+    """An extra that did not resolve alone would not resolve beside the others either."""
     assert resolve(uv, *TRAINER, python=python)
     pins = (ROOT / "constraints.txt").read_text().lower().split()
     pinned = resolve(uv, *TRAINER, python=python, options=PINNED)

@@ -256,7 +256,8 @@ def test_what_does_not_end_is_named_and_not_waited_for(monkeypatch: pytest.Monke
         while f"{MARK}={value}".encode() not in run_files._environment(marked.pid):
             assert marked.poll() is None
         with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="rl_async.process"):
-            patch.setattr(run_files.os, "kill", lambda pid, number: None)  # as if it were in an uninterruptible sleep
+            # The process stays, as if it were in an uninterruptible sleep.
+            patch.setattr(run_files.os, "kill", lambda pid, number: None)
             run_files.kill_marked(MARK, value, within_s=0.0)
         assert str(marked.pid) in caplog.text
         marked.kill()

@@ -395,10 +395,12 @@ async def test_nothing_is_left_of_a_server_whose_guard_is_killed(connect: Connec
         with toolbox.episode() as tools:
             about = json.loads((await call_faulty(tools, "about")).text)
             child = int((await call_faulty(tools, "leave_behind")).text)
-            if deletes:  # as a server may do
+            # A server may do this.
+            if deletes:
                 os.rmdir(about["arguments"][0])
             os.kill(psutil.Process(about["pid"]).ppid(), signal.SIGKILL)
-            await asyncio.to_thread(wait_for_end, about["pid"])  # which comes soon after the guard's, not with it
+            # Its end comes soon after the guard's, not with it.
+            await asyncio.to_thread(wait_for_end, about["pid"])
             assert (await call_faulty(tools, "add", a=1, b=1)).error
             assert (await call_faulty(tools, "add", a=1, b=1)).text == "2"
     assert all(state_of(pid) in ENDED for pid in (about["pid"], child)) and not is_there(about["arguments"][0])

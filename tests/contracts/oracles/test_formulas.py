@@ -29,7 +29,7 @@ Conversions of corrections, each at its place below:
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -732,7 +732,8 @@ def make_trl_cases(loss_type: str, level: str) -> tuple[list[Case], list[Algorit
         low, high = draw.uniform(0.05, 0.5), draw.uniform(0.05, 0.5)
         delta = draw.choice([None, draw.uniform(1.6, 3.0)]) if loss_type not in ("cispo", "sapo", "vespo") else None
         if level == "sequence":
-            delta = None  # ours has no dual clip of a row's ratio
+            # Ours has no dual clip of a row's ratio.
+            delta = None
             if "weights" in case.tensors:
                 case.tensors["weights"] = case["weights"][:, :1].expand(ROWS, WIDTH)
         if loss_type == "vespo" and "weights" in case.tensors:
@@ -814,6 +815,18 @@ def draw_distributions(generator: torch.Generator, number: int) -> Tensors:
     return {"logits": logits, "teacher": teacher, "mask": mask}
 
 
+def assert_divergences(cases: Sequence[Case], configs: Sequence[TeacherConfig], told: Sequence[Tensors]) -> None:
+    """Compare the mean divergence of the masked tokens, and its gradient by the logits, with TRL's."""
+    for case, config, theirs in zip(cases, configs, told, strict=True):
+        logits = case["logits"].clone().requires_grad_()
+        tokens = divergence_of(config)(logits.log_softmax(-1), case["teacher"].log_softmax(-1))
+        loss = tokens[case["mask"]].mean()
+        loss.backward()
+        assert logits.grad is not None
+        assert_same(loss.detach(), theirs["loss"], case)
+        assert_same(logits.grad, theirs["gradient"], case)
+
+
 @pytest.mark.slow
 def test_a_teachers_divergences_and_their_gradients_are_gkds(trl: Oracle) -> None:
     cases, configs = both_types(draw_distributions), []
@@ -827,14 +840,7 @@ def test_a_teachers_divergences_and_their_gradients_are_gkds(trl: Oracle) -> Non
             if beta == 1
             else TeacherConfig(divergence="jsd", beta=beta)
         )
-    for case, config, theirs in zip(cases, configs, trl.ask("distillation", cases), strict=True):
-        logits = case["logits"].clone().requires_grad_()
-        tokens = divergence_of(config)(logits.log_softmax(-1), case["teacher"].log_softmax(-1))
-        loss = tokens[case["mask"]].mean()
-        loss.backward()
-        assert logits.grad is not None
-        assert_same(loss.detach(), theirs["loss"], case)
-        assert_same(logits.grad, theirs["gradient"], case)
+    assert_divergences(cases, configs, trl.ask("distillation", cases))
 
 
 @pytest.mark.slow
@@ -856,14 +862,7 @@ def test_divergences_over_the_likeliest_tokens_and_their_gradients_are_sdpos(trl
         case.options = {"beta": beta, "top_k": top_k}
         kind: Any = {0.0: "forward", 0.3: "jsd", 1.0: "reverse"}[beta]
         configs.append(TeacherConfig(divergence=kind, beta=0.3, top_k=top_k))
-    for case, config, theirs in zip(cases, configs, trl.ask("likeliest", cases), strict=True):
-        logits = case["logits"].clone().requires_grad_()
-        tokens = divergence_of(config)(logits.log_softmax(-1), case["teacher"].log_softmax(-1))
-        loss = tokens[case["mask"]].mean()
-        loss.backward()
-        assert logits.grad is not None
-        assert_same(loss.detach(), theirs["loss"], case)
-        assert_same(logits.grad, theirs["gradient"], case)
+    assert_divergences(cases, configs, trl.ask("likeliest", cases))
 
 
 def draw_pairs(generator: torch.Generator, number: int) -> Tensors:
@@ -908,11 +907,11 @@ def _oracle(project: str, factory: pytest.TempPathFactory) -> Iterator[Oracle]:
 
 @pytest.fixture(scope="session")
 def verl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
-    """verl's formulas."""
+    """Start the process that computes verl's formulas."""
     yield from _oracle("verl", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def trl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
-    """TRL's GRPO loss."""
+    """Start the process that computes TRL's formulas."""
     yield from _oracle("trl", tmp_path_factory)

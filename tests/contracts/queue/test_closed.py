@@ -530,7 +530,8 @@ def test_every_consumer_reads_every_group_and_one_that_died_gets_its_last_again(
         train(queue, 2)
         logger = read_groups(other, "logger", timeout_s=10)
         assert [next(logger).group_id for _ in range(3)] == [0, 1, 2]
-        logger.close()  # in the middle of group 2
+        # It closes in the middle of group 2.
+        logger.close()
         resumed = next(read_groups(other, "logger", timeout_s=10))
         assert (resumed.position, resumed.step, resumed.task.task_id) == (3, 1, "t2")
         assert [row.group_id for row in resumed.rows] == [2]

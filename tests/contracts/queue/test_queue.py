@@ -462,7 +462,7 @@ IMAGE, SOUND = b"\x89PNG" + bytes(range(256)) * 400, b"RIFF" * 1000
 
 @pytest.fixture(params=["memory", "sqlite", "redis", "shards"])
 def kept(request: pytest.FixtureRequest, tmp_path: Path, address: str, make_address) -> Iterator[RunningQueue]:
-    """A queue that keeps its payloads there."""
+    """Run a queue that keeps its payloads in memory, a journal or shards."""
     settings = QueueSettings(steps=50, batch_groups=2, group_size=2, lease_s=30.0)
     if request.param == "shards":
         queue = RunningQueue(address, msgspec.structs.replace(settings, replicas=2))
@@ -592,7 +592,8 @@ def test_a_row_without_its_media_is_refused_until_they_come(address: str):
             wrong = msgspec.structs.replace(put, media=[(0, sha256)])
             with pytest.raises(ProtocolError, match=sha256):
                 client.exchange(wrong, [*payload, IMAGE[1:]])
-            client.inner.sending.sent([(0, sha256)])  # as after a lease that another worker lost
+            # This is so after a lease that another worker lost.
+            client.inner.sending.sent([(0, sha256)])
             assert client.put(row, media=media) == m.Done()
             row.media = [m.Media(sha256="no hash", mime="", position=0)]
             with pytest.raises(ProtocolError, match="no SHA-256"):

@@ -482,7 +482,7 @@ KILLED_CONFIG = RunConfig(
 
 @pytest.fixture(params=["sqlite", "redis"])
 def killed_run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """The folder of a run with this journal."""
+    """Make the folder of a run with this journal."""
     row = {"data_source": "unit", "prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": "1"}}
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row | {"extra_info": {}}) + "\n" for _ in range(8)))
 
@@ -522,11 +522,14 @@ class Traffic:
 
     def __init__(self, killed_run: Path, address: str) -> None:
         self._run, self._address = killed_run, address
-        self.acknowledged: dict[tuple[int, int], str] = {}  # hash of the tokens by (group, sample)
+        # The hash of the tokens by group and sample.
+        self.acknowledged: dict[tuple[int, int], str] = {}
         self.trained: dict[tuple[int, int], str] = {}
-        self.logged: dict[int, dict[tuple[int, int], str]] = {}  # by position, as a logger has them on its disk
+        # The same by position, as a logger has them on its disk.
+        self.logged: dict[int, dict[tuple[int, int], str]] = {}
         self.step = 0
-        self.subscribed = asyncio.Event()  # before anything is trained that a late logger would not get
+        # It is set before anything is trained that a late logger would not get.
+        self.subscribed = asyncio.Event()
 
     def client(self, role: Role) -> QueueClient:
         return async_client(self._run, self._address, role, patience_s=0.3)

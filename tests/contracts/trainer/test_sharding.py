@@ -384,7 +384,8 @@ def test_each_rank_reads_its_part_of_what_transformers_loads(
 # Ranks that share packed rows: the same numbers and gradients as with rows of their own, for every kind of model.
 
 
-THREE_KEYS = {"num_attention_heads": 6, "num_key_value_heads": 3}  # two ranks share out neither one nor the other
+# Two ranks cannot share out three heads of keys, nor the query heads that belong to them.
+THREE_KEYS = {"num_attention_heads": 6, "num_key_value_heads": 3}
 MODELS = {
     **{kind: (kind, {}) for kind in FAMILIES},
     "value of qwen3": ("qwen3", {}),
@@ -422,7 +423,8 @@ def differences(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dic
     return of_group
 
 
-@pytest.mark.timeout(600)  # the first test of a group waits for all its models
+# The first test of a group waits for all its models.
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("group", "name"),
     [

@@ -613,7 +613,8 @@ def test_a_conversation_stays_while_its_prefix_is_worth_the_wait() -> None:
     a, b, router = member("a"), member("b"), Router[None]()
     with b.in_flight(routed_request()):
         assert chosen(router, [a, b], "s") == "a"
-    with a.in_flight(routed_request(max_tokens=20)):  # 30 tokens in line
+    # This puts 30 tokens in line.
+    with a.in_flight(routed_request(max_tokens=20)):
         assert chosen(router, [a, b], "s", prompt=31) == "a"
         assert chosen(router, [a, b], "s", prompt=29) == "b"
         assert chosen(router, [a, b], "s", prompt=10) == "b", "it lives there now"
@@ -624,7 +625,8 @@ def test_other_clients_requests_are_estimated_by_their_number() -> None:
     a, b, router = member("a"), member("b"), Router[None]()
     with a.in_flight(routed_request()), b.in_flight(routed_request(max_tokens=40)):
         assert chosen(router, [a, b], "s") == "a"
-        a.observe(load(requests=4))  # three of another client
+        # Three of these requests are of another client.
+        a.observe(load(requests=4))
         assert chosen(router, [a, b], "t") == "b"
 
 
@@ -855,7 +857,7 @@ def chain(definitions: int, levels: int = 0) -> dict[str, Any]:
 
 
 def through_properties(steps: int) -> dict[str, Any]:
-    """A chain without definitions."""
+    """Return a chain of properties that refer to one another, without definitions."""
     steps_ = {f"p{i}": nested(20, {"$ref": f"#/properties/p{i + 1}"}) for i in range(steps)}
     return {"properties": steps_, "$ref": "#/properties/p0"}
 

@@ -875,7 +875,8 @@ def test_no_parameter_has_memory_before_it_is_filled(tmp_path: Path) -> None:
     model, _ = build_headed(str(tmp_path), "policy")
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     assert {buffer.device.type for buffer in model.buffers()} == {"cpu"}
-    torch.nn.Linear(2, 2).weight.sum().item()  # and modules that are made later have some
+    # Modules that are made later have data.
+    torch.nn.Linear(2, 2).weight.sum().item()
 
 
 # What an exported model has beside its weights.

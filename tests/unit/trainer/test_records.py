@@ -390,7 +390,7 @@ class Branching(Queue):
 
 
 class Results:
-    """Keeps what it is told."""
+    """Collects the results that it is given."""
 
     def __init__(self) -> None:
         self.results: list[FinishedEvaluation] = []
@@ -476,7 +476,8 @@ def test_each_source_is_recorded_with_its_estimates_and_their_intervals() -> Non
     (result,) = Evaluator(Mixed(done=True), 0, lambda found, *_: results.append(found), solved=0.5).finish(3, 1.0)
     assert results == [result]
     metrics = result.metrics()
-    expected = {  # of tasks [1, 0] and [1, 1], and of [0.5, 0]
+    # The tasks have rewards [1, 0] and [1, 1], and [0.5, 0].
+    expected = {
         "math/avg": 0.75,
         "math/pass@1": 0.75,
         "math/pass@2": 1.0,

@@ -241,7 +241,7 @@ def test_the_answers_of_a_teachers_server_are_kept_for_the_loss_by_the_rows_of_t
 
 
 def test_only_tokens_of_high_entropy_move_the_policy() -> None:
-    """Entropies are the tokens' numbers."""
+    """The stand-in of the model gives each token its own number as its entropy."""
 
     class Uncertain(Table):
         def _outputs(self, batch: Tensors) -> Outputs:

@@ -420,14 +420,16 @@ def test_a_file_that_is_just_being_copied_lets_nobody_in_and_ends_nothing(tmp_pa
     file.write_text("")
     allowed.refresh()
     assert allowed.roles == before
-    file.write_bytes(b"y" * 40 + b" reader")  # which does not change the folder's time stamp
+    # This does not change the folder's time stamp.
+    file.write_bytes(b"y" * 40 + b" reader")
     allowed.refresh()
     assert allowed.roles == {**before, b"y" * 40: "reader"}
 
 
 def test_a_folder_that_was_away_counts_again_when_it_is_back(tmp_path: Path) -> None:
     make_keys(tmp_path)
-    os.utime(tmp_path / "clients", (1, 1))  # long ago, so that the time stamp alone says that nothing changed
+    # It was long ago, so that the time stamp alone says that nothing changed.
+    os.utime(tmp_path / "clients", (1, 1))
     allowed = AllowList(tmp_path / "clients")
     roles = allowed.roles
     (tmp_path / "clients").rename(tmp_path / "away")

@@ -60,7 +60,8 @@ def test_a_group_uses_shared_memory_only_if_all_of_it_can(abroad: tuple[int, ...
         segment = Path(SEGMENTS, infos[0].shm_name)
         for member in abroad:
             infos[member] = msgspec.structs.replace(infos[member], shm_name=ABROAD)
-        infos.append(msgspec.structs.replace(infos[1], rank_offset=infos[1].rank_offset + 1))  # its second worker
+        # The last is of the engine's second worker.
+        infos.append(msgspec.structs.replace(infos[1], rank_offset=infos[1].rank_offset + 1))
         receivers = joined(sender, infos)
         for bucket in BUCKETS:
             staged = sender.stage(bucket)
@@ -86,7 +87,8 @@ def test_an_engine_does_not_wait_for_a_sender_that_has_left() -> None:
     sender = NearestSender((1,), "left", 0.5, 16)
     info = sender.init_info(0)
     with closing(sender), pytest.raises(WeightSyncError, match="left"):
-        NearestReceiver(info)  # which nobody answers
+        # Nobody answers it.
+        NearestReceiver(info)
     with pytest.raises(WeightSyncError):
         NearestReceiver(info)
 

@@ -532,7 +532,8 @@ def test_engines_that_take_weights_from_shared_memory_are_with_their_trainer() -
     (group,) = [group for group in found if group.name == "trainers"]
     assert group.strategy == "STRICT_PACK"
     pairs = [{resources.name for resources in bundle.processes} for bundle in group.bundles]
-    assert pairs == [{"engine-0", "trainer-0"}, {"engine-1", "trainer-1"}]  # they take turns on one GPU
+    # They take turns on one GPU.
+    assert pairs == [{"engine-0", "trainer-0"}, {"engine-1", "trainer-1"}]
     assert {resources.gpus for bundle in group.bundles for resources in bundle.processes} == {0.5}
     apart = groups(planned(*TWO, mode="colocated", gpus=2), 1, shared=False)
     assert all(bundle.home for bundle in apart[0].bundles) and len(apart[0].bundles) == 3

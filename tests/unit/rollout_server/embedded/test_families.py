@@ -484,10 +484,10 @@ class Columnless:
         self.kind = kind
 
     def adopt(self, other: "Columnless") -> None:
-        """Keep nothing of the other."""
+        """Adopt no state: this sampler has none."""
 
     def draw_numbers(self, drawn: Tensor) -> None:
-        """Draw nothing."""
+        """Draw no numbers: nothing is sampled here."""
 
     def distribution(self, logits: Tensor) -> Tensor:
         return logits

@@ -18,7 +18,7 @@ from rl_async.messages import Media, Sampling, Trajectory
 from rl_async.pictures import PictureProcessor
 from rl_async.rollout_server.api import Image
 from rl_async.rollout_server.embedded import core
-from rl_async.rollout_server.embedded.core import ATTENTION, SERVED_WITH_IMAGES, EngineCore, PlacedImage, place
+from rl_async.rollout_server.embedded.core import ATTENTION, SERVED_WITH_IMAGES, EngineCore, PlacedImage, place_images
 from rl_async.trainer.packing import collate, lay_images
 from tests.support.rounding import PlainPass
 from tests.support.tiny_models import drawing, save_vision_model
@@ -49,7 +49,7 @@ class Family:
         }
         return core.Sequence(
             tokens=list(ids),
-            images=place(self.processor, ids, images),
+            images=place_images(self.processor, ids, images),
             deliver=lambda _: None,
             **(defaults | more),
         )
@@ -265,7 +265,7 @@ def test_ids_that_do_not_hold_an_image_are_refused(family: Family) -> None:
         wrongs.append([other])
     for wrong in wrongs:
         with pytest.raises(DataError):
-            place(family.processor, prompt, wrong)
+            place_images(family.processor, prompt, wrong)
     with pytest.raises(DataError):
-        place(None, prompt, [image])
-    assert [p.position for p in place(family.processor, prompt, [image])] == [image.position]
+        place_images(None, prompt, [image])
+    assert [p.position for p in place_images(family.processor, prompt, [image])] == [image.position]
